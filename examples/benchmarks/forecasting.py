@@ -50,7 +50,7 @@ from sm_nanogpt.entry_point.config import Config  # noqa: E402
 from sm_nanogpt.entry_point.sizes import hyperparameters_for_size  # noqa: E402
 from sm_nanogpt.entry_point.text import Corpus, read_text, read_tokens  # noqa: E402
 from sm_nanogpt.launcher.forecast.law import Law, MeasuredRun, shared  # noqa: E402
-from sm_nanogpt.launcher.forecast.pilots import SIZES, Trial, pilots_of, run_trials  # noqa: E402
+from sm_nanogpt.launcher.forecast.pilots import PILOT_SIZES, Trial, pilots_of, run_trials  # noqa: E402
 from sm_nanogpt.launcher.launching.forecasts import ForecastLedger  # noqa: E402
 from sm_nanogpt.launcher.settings import load_settings  # noqa: E402
 from sm_nanogpt.launcher.source import Source  # noqa: E402
@@ -231,8 +231,8 @@ def leave_one_out(texts: Texts, exponents: tuple[float, ...]) -> None:
         other_texts = dict(texts)
         del other_texts[name]
         _, law = likeliest(other_texts, exponents)
-        pilots = [row for row in rows if row["size"] <= max(SIZES)]
-        larger = [row for row in rows if row["size"] > max(SIZES)]
+        pilots = [row for row in rows if row["size"] <= max(PILOT_SIZES)]
+        larger = [row for row in rows if row["size"] > max(PILOT_SIZES)]
         predicted = law.of_text(runs_of(pilots)).losses(runs_of(larger))
 
         n_tokens = max(row["unique"] for row in rows)
@@ -262,7 +262,7 @@ def standard_errors(law: Law) -> list[float]:
     for forecast in json.loads(FORECASTS.read_text()):
         text = forecast["text"]
         law_of_text = law.of_text([pilot_of(pilot) for pilot in forecast["runs"]])
-        sizes = [row["size"] for row in forecast["rows"] if row["size"] > max(SIZES)]
+        sizes = [row["size"] for row in forecast["rows"] if row["size"] > max(PILOT_SIZES)]
         runs = [run_at(size, forecast["tokens"]) for size in sizes]
         predicted = law_of_text.losses(runs)
         lowest = min(loss for loss, _ in predicted)

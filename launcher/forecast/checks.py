@@ -35,8 +35,9 @@ def check_text(pilots: Mapping[float, Pilot], ids: Tensor, unit: str) -> None:
         problem = f"the text repeats itself: a pilot has a loss of {lowest:.3f} nats"
         raise InputError(f"no forecast: {problem}")
     if lowest > 0.97 * entropy:
-        if is_of_another_kind(pilots):
-            raise InputError(f"no forecast: {another_kind(pilots)}", "another-kind")
+        problem = problem_of_validation(pilots)
+        if problem:
+            raise InputError(f"no forecast: {problem}", "another-kind")
         problem = f"the pilots learn no more than how frequent the {unit} are"
         raise InputError(f"no forecast: {problem}")
 
@@ -76,15 +77,12 @@ def up_to_lowest(losses: Mapping[float, Expected]) -> dict[float, Expected]:
     return {size: expected for size, expected in losses.items() if size <= best}
 
 
-def is_of_another_kind(pilots: Mapping[float, Pilot]) -> bool:
-    """True if the validation text is unlike the training text, by the smallest of these pilots."""
+def problem_of_validation(pilots: Mapping[float, Pilot]) -> str:
+    """In what the validation text is unlike the training text, by the smallest of these pilots; ''
+    if it is not."""
     pilot = pilots[min(pilots)]
-    return pilot.train_loss is not None and pilot.loss > OTHER_KIND * pilot.train_loss
-
-
-def another_kind(pilots: Mapping[float, Pilot]) -> str:
-    """What is said of such a validation text."""
-    pilot = pilots[min(pilots)]
+    if pilot.train_loss is None or pilot.loss <= OTHER_KIND * pilot.train_loss:
+        return ""
     losses = f"a pilot loses {pilot.loss:.2f} nats on it, and {pilot.train_loss:.2f} in training"
     return f"the validation text is of another kind than the training text: {losses}"
 

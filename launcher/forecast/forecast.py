@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 from sm_nanogpt.entry_point.cores import cores
 from sm_nanogpt.entry_point.text import Corpus
+from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.forecast.checks import (
     AS_GOOD,
-    another_kind,
     best_size,
     check_text,
     has_lowest,
-    is_of_another_kind,
     problem_of,
+    problem_of_validation,
     up_to_lowest,
 )
 from sm_nanogpt.launcher.forecast.law import MeasuredRun, TextLaw, shared
@@ -32,7 +32,7 @@ from sm_nanogpt.launcher.local.backend import LocalPlacement, plan_processes
 from sm_nanogpt.launcher.machines import is_busy
 from sm_nanogpt.launcher.source import Source
 
-SIZES = (1.0, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
+TABLE_SIZES = (1.0, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
 MAX_COMPUTE = 40  # times that of all pilots: beyond it nothing is forecast
 Z = 1.2816  # standard deviations to either side hold 80 %
 LONG_STEP = 0.25  # seconds: longer steps are forecast by arithmetic
@@ -269,14 +269,19 @@ class Forecaster:
         rows = []
         for size, loss in shown.items():
             rows.append(self.row(size, loss, bits_per_nat, local, instances))
-        best = best_size(rows) or SIZES[0]
+        best = best_size(rows) or TABLE_SIZES[0]
         overfits = len(shown) < len(losses)
         lines = notes(rows, best, overfits, len(candidates), instances, local.busy)
-        if is_of_another_kind(whole_pilots):
-            lines.append(another_kind(whole_pilots))
-        changes = dict[str, Change | None](twice_text=None, twice_compute=None)
+        unlike = problem_of_validation(whole_pilots)
+        if unlike:
+            lines.append(unlike)
+        twice_text = None
+        twice_compute = None
         if not problem:
-            changes = self.changes(best, shown[best].loss, law)
+            larger_text = self.run_of(best, 2 * self.tokens)
+            larger_model = self.run_of_twice_the_compute(best)
+            twice_text = self.change_to(larger_text, best, shown[best].loss, law)
+            twice_compute = self.change_to(larger_model, best, shown[best].loss, law)
         forecast = Forecast(
             text=text,
             unit=self.unit,
@@ -286,10 +291,11 @@ class Forecaster:
             rows=rows,
             best=best,
             affordable=best_size(self.affordable(rows, instances, ceiling)),
+            twice_text=twice_text,
+            twice_compute=twice_compute,
             overfits=overfits,
             busy=local.busy,
             notes=lines,
-            **changes,
         )
         self.ledger.add_forecast(forecast)
         return forecast
@@ -329,7 +335,7 @@ class Forecaster:
 
     def sizes_within(self, compute: float) -> list[float]:
         """The sizes whose runs take no more compute, in parameters times tokens."""
-        return [size for size in SIZES if self.run_of(size, self.tokens).compute <= compute]
+        return [size for size in TABLE_SIZES if self.run_of(size, self.tokens).compute <= compute]
 
     def affordable(
         self, rows: Sequence[Row], instances: Sequence[InstanceType], ceiling: float | None
@@ -362,26 +368,18 @@ class Forecaster:
             readings=run.tokens / self.tokens,
             expected=expected,
             bits_per_byte=expected.loss * bits_per_nat,
-            seconds={"local": local.seconds[size], **seconds},
+            seconds={LOCAL: local.seconds[size], **seconds},
             dollars={instance.name: instance.dollars(work) for instance in instances},
         )
 
-    def changes(self, size: float, loss: float, law: TextLaw) -> dict[str, Change | None]:
-        """What the loss of a size on this text changes by with twice the text, or the compute."""
-        run = self.run_of(size, self.tokens)
-        others = {
-            "twice_text": self.run_of(size, 2 * self.tokens),
-            "twice_compute": self.run_of_twice_the_compute(size),
-        }
-        changes = dict[str, Change | None]()
-        for name, other in others.items():
-            change, deviation = law.change(run, other)
-            changes[name] = Change(
-                nats=loss * math.expm1(change),
-                low=loss * math.expm1(change - Z * deviation),
-                high=loss * math.expm1(change + Z * deviation),
-            )
-        return changes
+    def change_to(self, other: MeasuredRun, size: float, loss: float, law: TextLaw) -> Change:
+        """What the loss of a size on this text changes by with another run."""
+        change, deviation = law.change(self.run_of(size, self.tokens), other)
+        return Change(
+            nats=loss * math.expm1(change),
+            low=loss * math.expm1(change - Z * deviation),
+            high=loss * math.expm1(change + Z * deviation),
+        )
 
     def run_of_twice_the_compute(self, size: float) -> MeasuredRun:
         """The run on this text of the next size, by 1/16, that takes twice the compute."""
@@ -421,12 +419,12 @@ def notes(
 ) -> list[str]:
     """What a reader of the table should know besides.
 
-    overfits and busy: as in Forecast. n_sizes: how many of SIZES are near the pilots.
+    overfits and busy: as in Forecast. n_sizes: how many of TABLE_SIZES are near the pilots.
     """
     lines = []
     if busy:
-        estimated = "local: other programs use this machine, so times are by the pilots' processors"
-        lines.append(f"{estimated}; a forecast on a quiet machine measures them")
+        estimated = "other programs use this machine, so times are by the pilots' processors"
+        lines.append(f"{LOCAL}: {estimated}; a forecast on a quiet machine measures them")
     for instance in instances:
         if instance.flops is None:
             problem = f"no speed of {instance.name} is known here"
@@ -438,7 +436,7 @@ def notes(
         lines.append(f"a size over {best:g} gains less than {AS_GOOD} nats")
     if overfits:
         lines.append(f"a size over {largest:g} overfits: its loss is higher")
-    elif n_sizes < len(SIZES):
+    elif n_sizes < len(TABLE_SIZES):
         beyond = f"a run is over {MAX_COMPUTE} times the pilots, and nothing is forecast"
-        lines.append(f"from size {SIZES[n_sizes]:g} on, {beyond}")
+        lines.append(f"from size {TABLE_SIZES[n_sizes]:g} on, {beyond}")
     return lines

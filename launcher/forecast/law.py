@@ -71,8 +71,9 @@ class Law:
         posterior = covariance @ (precision @ mean + x.T @ y / self.noise**2)
         residuals = y - x @ posterior
         misfit = float(residuals.square().mean().sqrt())
-        largest = max(range(len(pilots)), key=lambda n: (pilots[n].unique, pilots[n].compute))
-        return TextLaw(self, posterior, covariance, misfit, float(residuals[largest]))
+        largest = max(pilots, key=lambda run: (run.unique, run.compute))
+        above = float(residuals[pilots.index(largest)])
+        return TextLaw(self, posterior, covariance, misfit, above)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from sm_nanogpt.launcher.local.runs import FinishedRun, Run, run_all
 from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.text.ids import draw_ids, write_ids
 
-SIZES = (1.0, 1.25, 1.5, 1.75)
+PILOT_SIZES = (1.0, 1.25, 1.5, 1.75)
 SMALLEST = 18_000  # tokens of a text: nine tenths of 20,000
-SIZES_OF_SHORT = (0.5, 0.75, 1.0, 1.25)
+PILOT_SIZES_OF_SHORT = (0.5, 0.75, 1.0, 1.25)
 SHORT = 100_000  # tokens of a text: fewer have no eighth that a pilot can learn from
 LARGEST = 1 << 20  # tokens of a text whose fractions are tried: pilots train on up to 0.9 million
 WRITTEN = 1 << 24  # tokens of a longer text that runs may read
@@ -30,10 +30,10 @@ def pilots_of(tokens: int) -> list[tuple[float, int]]:
 
     Fractions show what more text is worth, and sizes what a larger model is.
     """
-    sizes = SIZES
+    sizes = PILOT_SIZES
     fractions = [(size, n) for size in (1.0, 1.5) for n in (2, 4, 8)]
     if tokens < SHORT:
-        sizes = SIZES_OF_SHORT
+        sizes = PILOT_SIZES_OF_SHORT
         fractions = [(size, n) for size in (0.5, 1.0) for n in (2, 4)]
     pilots = [(size, min(tokens, WRITTEN)) for size in sizes]
     pilots += [(size, min(tokens, LARGEST) // n) for size, n in fractions]

@@ -13,7 +13,7 @@ from sm_nanogpt.launcher.models.quantization import GROUP, HEAD_BITS
 from sm_nanogpt.launcher.text.channels import Texts
 from sm_nanogpt.launcher.values import megabytes
 
-SIZES = [n / 20 for n in range(5, 321)]  # as fine as the width of a model follows its size
+PAGE_SIZES = [n / 20 for n in range(5, 321)]  # as fine as the width of a model follows its size
 PLANNED_BITS = 6  # of a weight: small models lose up to 0.01 bits per byte with 5
 SCALE_BITS = 16  # of a group of weights
 NORM_BITS = 32  # of a weight of a norm
@@ -48,15 +48,15 @@ def fit_sizes(request: Request, texts: Texts, page_limits: Sequence[int]) -> lis
         problem = "an edited folder computes this model, which a page cannot"
         raise InputError(problem, field="fit", value=megabytes(page_limits[0]))
     pages = {}
-    for size in SIZES:
+    for size in PAGE_SIZES:
         config = start.with_size(request, size, texts).config(1)
         pages[size] = page_bytes(config, texts)
     n_tokens, _ = start.text_length(texts)
     fits = []
     for page_limit in page_limits:
-        fitting = [size for size in SIZES if pages[size] <= page_limit]
+        fitting = [size for size in PAGE_SIZES if pages[size] <= page_limit]
         if not fitting:
-            problem = f"the page of the smallest size has {megabytes(pages[SIZES[0]])}"
+            problem = f"the page of the smallest size has {megabytes(pages[PAGE_SIZES[0]])}"
             raise InputError(problem, field="fit", value=megabytes(page_limit))
         size = start.largest_readable(fitting, request, n_tokens)
         fits.append(Fit(size, pages[size], is_by_text=size < fitting[-1]))

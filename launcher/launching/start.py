@@ -66,7 +66,7 @@ class InitialModel:
         check_known(self.tokenizer, upload.vocabulary, text.shown)
 
 
-def find_model(request: Request, settings: Settings, field: str = "init_from") -> InitialModel:
+def find_model(request: Request, settings: Settings, field: str) -> InitialModel:
     """The model that a request names, by a job's id, a directory or a URI, and its channel."""
     reference = str(getattr(request, field))
     source = request.source
@@ -133,7 +133,7 @@ def open_model_documents(model: str, settings: Settings) -> Iterator[tuple[Path,
 # -- size ------------------------------------------------------------------------------------------
 
 SMALL_SIZES = tuple(n / 4 for n in range(1, 9))  # 0.25 to 2
-SIZES = (*SMALL_SIZES, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+AUTO_SIZES = (*SMALL_SIZES, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 LARGEST_ON_CPU = 3  # as `laptop`, some minutes
 
 
@@ -186,8 +186,8 @@ def size_by_text(request: Request, n_tokens: int) -> float:
     """The largest size that a text is long enough for; on a CPU at most LARGEST_ON_CPU."""
     instance = request.instance or ""
     has_gpus = backend_class(instance).has_gpus(instance)
-    limit = SIZES[-1] if has_gpus else LARGEST_ON_CPU
-    sizes = [size for size in SIZES if size <= limit]
+    limit = AUTO_SIZES[-1] if has_gpus else LARGEST_ON_CPU
+    sizes = [size for size in AUTO_SIZES if size <= limit]
     return largest_readable(sizes, request, n_tokens)
 
 

@@ -404,7 +404,7 @@ def test_the_rows_of_pilots_on_the_whole_text_are_measured(forecaster):
         if row.expected.measured:
             assert row.expected.loss == pilots[name].loss
             assert str(row.expected) == f"{row.expected.loss:.3f}, measured by a pilot"
-    assert sum(row.expected.measured for row in table.rows) == len(pilots_module.SIZES)
+    assert sum(row.expected.measured for row in table.rows) == len(pilots_module.PILOT_SIZES)
 
 
 def test_a_text_with_nothing_left_to_learn_is_not_forecast():
@@ -551,7 +551,7 @@ def test_a_table_is_printed_with_its_next_command(cli, lawful, text_here):
     assert ran.err.splitlines()[-1] == next_line
     time_line = ran.err.splitlines()[-2]
     assert re.fullmatch(r"time: about \d+:\d\d:\d\d on local", time_line)
-    assert ran.out.count("measured") == len(pilots_module.SIZES)
+    assert ran.out.count("measured") == len(pilots_module.PILOT_SIZES)
 
 
 def test_a_ceiling_counts_on_the_types_that_are_known(cli, lawful, text_here, monkeypatch):
@@ -667,9 +667,9 @@ def test_sizes_that_are_far_from_the_pilots_are_left_out(tmp_path, lawful):
     forecaster = Forecaster(corpus(), Source.packaged(), path, print, n_tokens=5_000_000)
     table = forecaster.forecast("text", [], None)
     largest = table.rows[-1].size
-    assert largest < forecast.SIZES[-1]
+    assert largest < forecast.TABLE_SIZES[-1]
     assert "40 times" in table.notes[-1]
-    next_size = min(size for size in forecast.SIZES if size > largest)
+    next_size = min(size for size in forecast.TABLE_SIZES if size > largest)
     listed_run = forecaster.run_of(largest, forecaster.tokens)
     far_run = forecaster.run_of(next_size, forecaster.tokens)
     assert far_run.parameters * far_run.tokens > listed_run.parameters * listed_run.tokens
