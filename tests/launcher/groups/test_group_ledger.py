@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.files.ledger import Ledger
 from sm_nanogpt.launcher.groups.ledger import GroupLedger
 from sm_nanogpt.launcher.groups.sweep import open_ledger
-from sm_nanogpt.launcher.launching.names import group_of
 from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
 
 
@@ -89,37 +86,47 @@ def test_a_group_without_a_ceiling_reserves_what_it_likes(tmp_path):
     assert ledger.free == math.inf
 
 
-@pytest.mark.parametrize("is_torn", [True, False])
-def test_a_sweep_survives_a_kill_at_every_write(cloud, cli, text_file, home, is_torn):
-    """No job is lost, started twice, or paid twice; the ceiling holds for all."""
-    arguments = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--max-cost", "0.6")
-    launch = partial(cli, "launch", *arguments, "--max-run", "60", "--sweep", "n_layer=1,2")
-    settings = Settings(home=home)
-    for number in range(1, 8):  # asked, and reserved, sent and settled of two jobs
-        cloud.sagemaker.jobs.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            kill_at(patch, number, is_torn)
-            with pytest.raises(Killed):
-                launch()
-        [path] = (home / "sweeps").glob("*.jsonl")
-        group = path.stem
-        if number == 1 and is_torn:
-            assert cli("launch", "--resume", group).failed(2, "was not launched from this machine")
-            assert not cloud.sagemaker.jobs
-            path.unlink()
-            continue
-        assert cli("launch", "--resume", group).good
+@pytest.fixture
+def killed(cloud, cli, text_file, home):
+    """Launches a sweep of two jobs, and kills the command at a write of its ledger; returns the id
+    of the sweep."""
 
-        assert sorted(cloud.sagemaker.jobs) == [f"{group}-1", f"{group}-2"]
-        ledger = open_ledger(group, settings)
-        assert not ledger.open_reservations
-        assert Counter(entry["job"] for entry in ledger.of("sent")) == dict.fromkeys(
-            cloud.sagemaker.jobs, 1
-        )
-        listed = json.loads(cli("jobs", "--group", group, "--json").good.out)
-        assert ledger.spent == pytest.approx(sum(job["cost"] for job in listed))
-        assert ledger.spent <= 0.6
-        path.unlink()
+    def launch(write: int, is_torn: bool = False) -> str:
+        arguments = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--max-cost", "0.6")
+        with pytest.MonkeyPatch.context() as patch:
+            kill_at(patch, write, is_torn)
+            with pytest.raises(Killed):
+                cli("launch", arguments, "--max-run", "60", "--sweep", "n_layer=1,2")
+        [path] = (home / "sweeps").glob("*.jsonl")
+        return path.stem
+
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("write", "is_torn"),
+    [(1, False), (2, False), (3, False), (4, False), (7, False), (3, True)],
+    ids=["asked", "reserved", "sent", "settled", "settled-last", "sent-in-part"],
+)
+def test_a_sweep_survives_a_kill_at_every_write(cloud, cli, home, killed, write, is_torn):
+    """No job is lost, started twice, or paid twice; the ceiling holds for all."""
+    group = killed(write, is_torn)
+    assert cli("launch", "--resume", group).good
+
+    jobs = [f"{group}-1", f"{group}-2"]
+    assert sorted(cloud.sagemaker.jobs) == jobs
+    ledger = open_ledger(group, Settings(home=home))
+    assert not ledger.open_reservations
+    assert sorted(entry["job"] for entry in ledger.of("sent")) == jobs
+    listed = json.loads(cli("jobs", "--group", group, "--json").good.out)
+    assert ledger.spent == pytest.approx(sum(job["cost"] for job in listed))
+    assert ledger.spent <= 0.6
+
+
+def test_a_sweep_that_was_not_recorded_has_started_no_job(cloud, cli, killed):
+    group = killed(1, is_torn=True)
+    assert cli("launch", "--resume", group).failed(2, "was not launched from this machine")
+    assert not cloud.sagemaker.jobs
 
 
 def test_eight_short_jobs_spend_what_the_first_ones_left(cloud, cli, text_file):
@@ -132,17 +139,12 @@ def test_eight_short_jobs_spend_what_the_first_ones_left(cloud, cli, text_file):
     assert len(limits) == 1
 
 
-def test_a_used_up_ceiling_does_not_leave_running_jobs(cloud, cli, text_file, home):
+def test_a_used_up_ceiling_does_not_leave_running_jobs(cloud, cli, home, killed):
     """A member that was never started is at the ceiling; the command waits for the others."""
-    arguments = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--max-cost", "0.3")
-    with pytest.MonkeyPatch.context() as patch:
-        kill_at(patch, 3, is_torn=False)  # one job was sent
-        with pytest.raises(Killed):
-            cli("launch", arguments, "--max-run", "60", "--sweep", "n_layer=1,2")
+    group = killed(3)  # one job was sent
     [job_id] = cloud.sagemaker.jobs
-    group = group_of(job_id)
     ledger = open_ledger(group, Settings(home=home))
-    ledger.add("settled", job="another", usd=0.2)
+    ledger.add("settled", job="another", usd=0.5)
     ran = cli("launch", "--resume", group)
     assert ran.failed(1, "--max-cost USD")
     assert f"{group}-2 is at its cost ceiling" in ran.err

@@ -187,18 +187,6 @@ def test_the_ceiling_holds_for_the_sum(launch):
     assert limits == {1956}  # 2,556 s for 1 USD at 1.408 USD an hour; 600 s are kept back
 
 
-def test_short_jobs_share_a_ceiling_that_each_barely_fits(cloud, launch):
-    """Each may cost 0.29 USD, with the allowance for its start, and costs a few cents."""
-    ran = launch("n_layer=1,2,4", "--max-run", "120", "--max-cost", "0.50", "--parallel", "3").good
-    assert "cost: at most 0.50 USD together\n" in ran.err
-    assert [job.status for job in cloud.sagemaker.jobs.values()] == ["Completed"] * 3
-    limits = {
-        job.request["StoppingCondition"]["MaxRuntimeInSeconds"]
-        for job in cloud.sagemaker.jobs.values()
-    }
-    assert limits == {120}
-
-
 def test_a_ceiling_of_the_settings_is_for_each_job(cloud, launch, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", "0.4")
     assert launch("n_layer=1,2", "--max-cost", "2").good
