@@ -29,6 +29,7 @@ from xml.sax.saxutils import escape
 import boto3
 from access import ACCOUNT, Access, Principal, Refusal, accesses, principal_of
 from cloudformation_service import repaired
+from container import lacking
 from money_service import MoneyService
 from moto.logs.models import logs_backends
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
@@ -274,6 +275,9 @@ def main() -> None:
     )
     parser.add_argument("--empty", action="store_true", help="an account without bucket and role")
     args = parser.parse_args()
+    problem = lacking()
+    if problem:  # it serves all the same
+        print(f"jobs will fail, as there are no containers: {problem}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="emulator-") as directory:
         containers = Containers(Path(directory), gpus=args.gpus, rate=args.rate)
         sagemaker = SageMaker(containers, rate=args.rate)
