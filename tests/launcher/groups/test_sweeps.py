@@ -24,12 +24,19 @@ from launching import until
 from sweeps import GROUP, record
 
 from sm_nanogpt import Settings
-from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.groups import run
 from sm_nanogpt.launcher.groups.find import find_group
 from sm_nanogpt.launcher.groups.plan import SweepPlan
 from sm_nanogpt.launcher.groups.stop import lock_group, stop_group
-from sm_nanogpt.launcher.groups.sweep import Sweep, grid, open_ledger, recorded_sweep, write_sweep
+from sm_nanogpt.launcher.groups.sweep import (
+    Sweep,
+    check_varied,
+    grid,
+    open_ledger,
+    recorded_sweep,
+    write_sweep,
+)
 from sm_nanogpt.launcher.job import Request
 from sm_nanogpt.launcher.launching.launch import Plan
 from sm_nanogpt.launcher.launching.names import ledger_path
@@ -47,9 +54,27 @@ def member_plan(sweep: Sweep, number: int, settings: Settings) -> Plan:
 
 
 def test_a_grid_has_each_combination_with_each_seed():
-    members = grid({"learning_rate": ["0.1", "0.2"], "n_layer": ["1"]}, 2, 5)
-    values = [[*each.values()] for each in members]
-    assert values == [["0.1", "1", 5], ["0.1", "1", 6], ["0.2", "1", 5], ["0.2", "1", 6]]
+    assert grid({"learning_rate": ["0.1", "0.2"], "n_layer": ["1"]}, 2, 5) == [
+        {"learning_rate": "0.1", "n_layer": "1", "seed": 5},
+        {"learning_rate": "0.1", "n_layer": "1", "seed": 6},
+        {"learning_rate": "0.2", "n_layer": "1", "seed": 5},
+        {"learning_rate": "0.2", "n_layer": "1", "seed": 6},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("varied", "fields", "seeds"),
+    [
+        ({"n_layer": [1, 2]}, {"hyperparameters": {"n-layer": 3}}, 1),
+        ({"seed": [1, 2]}, {}, 2),
+        ({"size": [1, 2]}, {"size": 3}, 1),
+        ({"size": [1, 2]}, {"preset": "quick"}, 1),
+        ({"preset": ["quick", "cpu"]}, {"size": 1}, 1),
+    ],
+)
+def test_a_sweep_varies_nothing_that_is_set(varied, fields, seeds):
+    with pytest.raises(InputError, match="is given twice"):
+        check_varied(varied, Request(instance="local", **fields), seeds)
 
 
 @pytest.mark.usefixtures("swept")
@@ -120,15 +145,8 @@ def test_a_record_runs_at_least_one_job_at_a_time(recorded, home):
         ("--sweep n_layer=1,0", "n_layer='0'"),
         ("--sweep seed=1,2 --resume a-job", "--init-from a-job"),
         ("--sweep n_layer=1,2 --set n-layer=3", "--sweep n_layer: is given twice"),
-        ("--sweep seed=1,2 --seeds 2", "--sweep seed: is given twice"),
-        ("--sweep size=1,2 --size 3", "--sweep size: is given twice"),
-        ("--sweep preset=quick,cpu --preset quick", "--sweep preset: is given twice"),
-        ("--sweep size=1,2 --preset quick", "--sweep size: is given twice"),
-        ("--sweep preset=quick,cpu --size 1", "--sweep preset: is given twice"),
         ("--sweep size=1,2 --sweep preset=quick,cpu", "vary one of the two"),
         ("--sweep size=1,99", "--size 99: must be at most 16"),
-        ("--sweep size=1,big", "--size big: must be"),
-        ("--sweep preset=quick,fast", "--preset fast: must be one of auto, "),
         ("--sweep instance=local,ml.g5.xlarge", "there is no such hyperparameter"),
         ("--parallel 2", "--parallel is for jobs of a sweep"),
         ("--seeds 2 --detach", "--follow and --detach"),
@@ -148,11 +166,7 @@ def test_an_unusable_sweep_starts_no_job(arguments, fact, cli, home, short_text_
     [
         (f"launch --resume {GROUP} --dry-run", 2, "only --max-cost"),
         (f"launch --resume {GROUP} --set max_steps=9", 2, "only --max-cost"),
-        (f"launch --resume {GROUP} --seeds 2", 2, "only --max-cost"),
-        (f"launch --resume {GROUP} --detach", 2, "only --max-cost"),
         (f"status {GROUP}", 2, f"`sm-nanogpt jobs --group {GROUP}`"),
-        (f"logs {GROUP}", 2, f"`sm-nanogpt jobs --group {GROUP}`"),
-        (f"metrics {GROUP}", 2, f"`sm-nanogpt jobs --group {GROUP}`"),
         (f"stop {GROUP}", 2, f"`sm-nanogpt stop --group {GROUP}`"),
         (f"delete {GROUP}", 2, f"`sm-nanogpt delete --group {GROUP}`"),
         ("stop", 2, "JOB-ID, or --group"),
@@ -394,9 +408,10 @@ def test_ctrl_c_stops_a_local_sweep_at_checkpoints(home, short_text_file):
     assert message.partition(":")[0] == "interrupted"
     assert f"`sm-nanogpt launch --resume {group}`" in message
     tries = find_group(group, Settings(home=home)).tries
-    ends = [(job.status, bool(job.checkpoint_uri)) for each in tries.values() for job in each]
     assert sorted(tries) == [1, 2]
-    assert ends == [("Stopped", True)] * 2
+    for [job] in tries.values():
+        assert job.status == "Stopped"
+        assert job.checkpoint_uri
 
 
 @pytest.fixture

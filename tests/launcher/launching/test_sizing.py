@@ -72,15 +72,25 @@ def test_passes_are_the_fewest_or_at_most_twice_as_many(batch_size, world_size, 
 @pytest.mark.parametrize(
     "preset, tokens, steps",
     # Up to 8 readings are usual, or 20 with weight decay; presets fit tiny Shakespeare.
-    [("quick", 2000, 10), ("cpu", 18_000, 93), ("cpu", 191_999, 999), ("cpu", 192_000, 0)]
-    + [("laptop", 194_559, 379), ("laptop", 194_560, 0)]
-    + [(preset, 1_003_854, 0) for preset in ("cpu", "quick", "laptop", "baby")],
+    [
+        ("quick", 2000, 10),
+        ("cpu", 191_999, 999),
+        ("cpu", 192_000, 0),
+        ("laptop", 194_559, 379),
+        ("laptop", 194_560, 0),
+        ("quick", 1_003_854, 0),
+        ("baby", 1_003_854, 0),
+    ],
 )
 def test_a_text_that_is_read_too_often_is_warned_about(preset, tokens, steps, caplog):
     request = Request(instance="local", hyperparameters={"max_steps": 1})
     texts.check_readings(request, job("local", preset).config(1), tokens)
-    assert ("will memorize it" in caplog.text) is bool(steps)
-    assert [record.steps for record in caplog.records] == [steps] * bool(steps)
+    if steps:
+        [record] = caplog.records
+        assert "will memorize it" in record.message
+        assert record.steps == steps
+    else:
+        assert not caplog.records
 
 
 @pytest.mark.parametrize(

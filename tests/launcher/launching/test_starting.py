@@ -176,21 +176,16 @@ def test_a_tuned_published_model_loads_elsewhere(documents, byte_pairs, publishe
         ({"model_type": "llama"}, "model_type='llama'"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"attention_bias": True}, "attention_bias=True"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_type='yarn'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type='yarn'"),
         ({"quantization_config": {}}, "quantization_config={}"),
         ({"hidden_size": 0.5}, "n_embd=0.5"),
         ({"num_key_value_heads": 3}, "n_kv_head=3"),
         ({"hidden_size": math.inf}, "n_embd=inf"),
         ({"max_position_embeddings": math.inf}, "max_position_embeddings=inf"),
-        ({"max_position_embeddings": math.nan}, "max_position_embeddings=nan"),
         ({"max_position_embeddings": "many"}, "max_position_embeddings='many'"),
-        ({"max_position_embeddings": True}, "max_position_embeddings=True"),
         ({"use_sliding_window": True, "sliding_window": -1}, "sliding_window=-1"),
         ({"max_position_embeddings": None}, "max_position_embeddings=None"),
         ({"vocab_size": None}, "config.json has no vocab_size"),
-        ({"num_attention_heads": None}, "config.json has no num_attention_heads"),
         ({"rope_parameters": "none"}, "config.json: 'none' are no values of rotary positions"),
     ],
 )
@@ -519,12 +514,11 @@ def test_only_what_a_run_reads_is_taken(qwen):
 
 
 @pytest.mark.parametrize("name", [*DOCUMENTS, "model.safetensors", "training.json"])
-@pytest.mark.parametrize("secret", [SECRET, b'{"accessToken": "secret"}', b'"model config"', b""])
-def test_a_link_to_another_file_is_not_followed(qwen, tmp_path, name, secret):
+def test_a_link_to_another_file_is_not_followed(qwen, tmp_path, name):
     (qwen / INDEX).unlink()
     shutil.copy(next(qwen.glob("*.safetensors")), qwen / "model.safetensors")
     assert model_files(qwen)
-    (tmp_path / "secret").write_bytes(secret)
+    (tmp_path / "secret").write_bytes(b'{"accessToken": "secret"}')
     (qwen / name).unlink(missing_ok=True)
     (qwen / name).symlink_to(tmp_path / "secret")
     with pytest.raises(InputError, match=f"{name}: a link to {tmp_path / 'secret'}"):

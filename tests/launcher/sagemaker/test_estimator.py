@@ -121,7 +121,7 @@ PLACEMENT = Placement(
 
 
 @given(values=jobs, placement=placements)
-@settings(max_examples=40, derandomize=True, database=None, phases=[Phase.generate])
+@settings(max_examples=24, derandomize=True, database=None, phases=[Phase.generate])
 def test_without_the_sdk_the_request_is_the_same(values, placement):
     try:
         job = TrainingJob(**values)

@@ -6,7 +6,9 @@ import pytest
 from sagemaker_jobs import TAGGED
 
 from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
 from sm_nanogpt.launcher.sagemaker.logs import lines_of
+from sm_nanogpt.launcher.settings import load_settings
 
 
 def test_logs_of_all_hosts_are_merged_by_time_until_the_end(cli, launch):
@@ -90,12 +92,15 @@ def log_of(tags: list[str], steps: int) -> list[tuple[float, str, str]]:
 @pytest.mark.parametrize("tags", [["", ""], [TAGGED]], ids=["torchrun", "mpirun"])
 def test_the_tail_of_a_log_is_the_end_of_all_its_lines(cloud, cli, launch, tags):
     job_id = launch("--instance-count", "2", log=log_of(tags, 10))
-    for raw in ((), ("--raw",)):
-        lines = cli("logs", job_id, raw).good.out.splitlines()
+    backend = SageMakerBackend(load_settings())
+    for raw in (False, True):
+        lines = list(backend.logs(job_id, follow=False, raw=raw))
         assert len(lines) > 10
-        for tail in (0, 1, 4, 9, 11, 99):
-            ran = cli("logs", job_id, raw, "--tail", tail).good
-            assert ran.out.splitlines() == lines[len(lines) - min(tail, len(lines)) :]
+        for n in (1, 4, 9, 11):
+            assert list(backend.logs(job_id, follow=False, raw=raw, tail=n)) == lines[-n:]
+        assert list(backend.logs(job_id, follow=False, raw=raw, tail=99)) == lines
+    assert cli("logs", job_id, "--raw", "--tail", "1").good.out == f"{lines[-1]}\n"
+    assert cli("logs", job_id, "--tail", "0").good.out == ""
 
 
 @pytest.mark.parametrize("tags", [["", ""], [TAGGED]], ids=["torchrun", "mpirun"])

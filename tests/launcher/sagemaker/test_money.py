@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +15,7 @@ from launching import launching
 from priced import HOURLY, P4D, TWO, UNPRICED, description, job, offline
 from sagemaker_jobs import LAUNCH
 
-from sm_nanogpt import InputError, jobs
+from sm_nanogpt import InputError, Request, Settings, jobs
 from sm_nanogpt.launcher.sagemaker.cost import Prices, afford, earlier_cost
 from sm_nanogpt.launcher.tracking import TrackedJob
 
@@ -94,11 +95,14 @@ def test_a_launch_within_its_limits_is_sent(cloud, launch, arguments, settings):
     assert "the most expensive" not in ran.err  # of one type
 
 
-@pytest.mark.parametrize("amount", ["0", "-1", "nan", "inf", "lots"])
-def test_a_ceiling_must_be_an_amount_of_money(home, cli, monkeypatch, amount):
-    assert cli(LAUNCH, "--max-cost", amount).failed(2, "max")
-    monkeypatch.setenv("SM_NANOGPT_MAX_COST", amount)
-    assert cli("jobs").failed(2, f"max_cost={amount!r} (SM_NANOGPT_MAX_COST, ")
+def test_a_ceiling_must_be_an_amount_of_money(home, cli, monkeypatch):
+    for amount in ("0", "-1", "nan", "inf", "lots"):
+        for kind in (partial(Request, instance="ml.g5.xlarge"), Settings):
+            with pytest.raises(InputError, match=f"max_cost={amount}"):
+                kind(max_cost=amount)
+    assert cli(LAUNCH, "--max-cost", "0").failed(2, "--max-cost 0")
+    monkeypatch.setenv("SM_NANOGPT_MAX_COST", "lots")
+    assert cli("jobs").failed(2, "max_cost='lots' (SM_NANOGPT_MAX_COST, ")
 
 
 @pytest.mark.parametrize("command", [LAUNCH, ("jobs",), (*LAUNCH, "--dry-run")])
