@@ -122,7 +122,7 @@ CHEATS: dict[str, tuple[list[tuple[str, str]], str]] = {
     "has one token": ([answered("logits[..., :1]")], "1 logits for"),
     "reads what is held out": (
         [(IMPORT, f"TEXT = torch.from_file(JUDGE, size=99, dtype=torch.uint8)\n\n\n{IMPORT}")],
-        "Permission denied|No such file",
+        "unable to open file",
     ),
     "answers before it is asked": ([(IMPORT, f"{FORGED}\n\n{IMPORT}")], "damaged"),
     "ends": ([edit_before("os._exit(0)")], "ended with exit code 0"),
