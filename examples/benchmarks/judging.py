@@ -105,7 +105,8 @@ for owner, name, part in (
     (worker.Worker, "sample", "samples"),
     (anchors, "xz", "xz"), (anchors, "ngram", "5-gram"), (anchors, "overlap", "overlap"),
     (anchors, "longest_run", "longest run"), (worker.Worker, "__init__", "start of workers"),
-    (evaluate, "encode_known", "reading and encoding"), (texts, "read_texts", "reading and encoding"),
+    (evaluate, "encode_known", "reading and encoding"),
+    (texts, "read_texts", "reading and encoding"),
     (evaluate, "training_of", "reading and encoding"),
 ):
     setattr(owner, name, count(part, getattr(owner, name)))
