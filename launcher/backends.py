@@ -178,7 +178,7 @@ class Backend(ABC):
         """
 
 
-def load_class(path: str) -> Any:
+def load_object(path: str) -> Any:
     """The class or function that a table names by its module and name."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
@@ -188,7 +188,7 @@ def backend_class(instance: str) -> type[Backend]:
     """The backend that runs jobs on an instance, or on one of several types."""
     for pattern, path in BACKENDS.items():
         if re.fullmatch(pattern, instance, re.DOTALL):
-            backend: type[Backend] = load_class(path)
+            backend: type[Backend] = load_object(path)
             return backend
     raise AssertionError(f"no backend for {instance}")  # the last pattern matches all
 
@@ -205,7 +205,7 @@ def backend_for(instance: str, settings: Settings) -> Backend:
 
 def all_backends() -> list[type[Backend]]:
     """The backends in the order of the table."""
-    return [load_class(path) for path in BACKENDS.values()]
+    return [load_object(path) for path in BACKENDS.values()]
 
 
 def configured_backends(settings: Settings) -> list[type[Backend]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sm_nanogpt.launcher.backends import load_class
+from sm_nanogpt.launcher.backends import load_object
 from sm_nanogpt.launcher.judge import anchors
 from sm_nanogpt.launcher.judge.evaluation import ANCHORS
 from sm_nanogpt.launcher.judge.score import losses, whole_document
@@ -54,7 +54,7 @@ class Subject:
 
 def measure_anchors(subject: Subject) -> dict[str, Any]:
     """Measures each anchor of the table, by the field of Evaluation that holds it."""
-    return {name: load_class(anchor.measure)(subject) for name, anchor in ANCHORS.items()}
+    return {name: load_object(anchor.measure)(subject) for name, anchor in ANCHORS.items()}
 
 
 def xz(subject: Subject) -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from sm_nanogpt.launcher.backends import backend_class, load_class
+from sm_nanogpt.launcher.backends import backend_class, load_object
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.ledger import Entry
 from sm_nanogpt.launcher.source import Source
@@ -68,5 +68,5 @@ def trainer_class(instance: str) -> type[RunMaker]:
         raise InputError(
             f"a search has no runs on {backend.title}", field="instance", value=instance
         )
-    trainer: type[RunMaker] = load_class(path)
+    trainer: type[RunMaker] = load_object(path)
     return trainer

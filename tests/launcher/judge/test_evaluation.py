@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judged_texts import documents, plain
 
-from sm_nanogpt.launcher.backends import load_class
+from sm_nanogpt.launcher.backends import load_object
 from sm_nanogpt.launcher.judge import evaluate
 from sm_nanogpt.launcher.judge.evaluation import ANCHORS, Evaluation, Passage, margin, total
 from sm_nanogpt.launcher.judge.score import passages
@@ -92,4 +92,4 @@ def test_short_passages_are_not_the_worst():
 @pytest.mark.parametrize("name", ANCHORS)
 def test_an_anchor_is_a_field_with_a_function_of_its_name(name):
     assert name in {field.name for field in dataclasses.fields(Evaluation)}
-    assert load_class(ANCHORS[name].measure).__name__ == name
+    assert load_object(ANCHORS[name].measure).__name__ == name
