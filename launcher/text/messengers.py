@@ -6,6 +6,7 @@ ChatGPT, Claude, Telegram, Discord (by DiscordChatExporter) and Slack export JSO
 from __future__ import annotations
 
 import io
+import json
 import re
 import shlex
 import zipfile
@@ -13,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from html import unescape
+from pathlib import Path
 from typing import IO, Any
 
 from sm_nanogpt.launcher.errors import InputError
@@ -22,6 +24,7 @@ from sm_nanogpt.launcher.text.unpacking import CHUNK, Unpacking
 
 ASSISTANT = "assistant"
 SLACK_FIELDS = ("members", "profile", "service_id", "is_archived")  # of its files without messages
+SLACK_PEOPLE = "../users.json"  # beside the folders of the channels
 SLACK_SIGN = re.compile(r"<([@#!]?)([^<>|]*)(?:\|([^<>]*))?>")
 WHATSAPP_LINE = re.compile(
     r"\u200e?\[?(?P<date>\d{1,4}[./-]\d{1,2}[./-]\d{1,4}),? "
@@ -232,7 +235,7 @@ def is_slack(value: Any) -> bool:
 
 
 def read_slack(items: list[Any]) -> Iterator[Talk]:
-    talk = Talk()
+    talk = Talk(people_file=SLACK_PEOPLE)
     for message in items:
         if message.get("type") != "message" or "ts" not in message:
             continue
@@ -248,9 +251,24 @@ def read_slack(items: list[Any]) -> Iterator[Talk]:
 
 
 def slack_name(message: dict[str, Any]) -> str:
-    profile = message.get("user_profile") or {}
-    names = (profile.get("display_name"), profile.get("real_name"), message.get("user"))
-    return next((name for name in names if name), "somebody")
+    """The name of who wrote a message, or else the id, for which slack_people has a name."""
+    return name_in(message.get("user_profile")) or message.get("user") or "somebody"
+
+
+def name_in(profile: Any) -> str:
+    """The name in a profile of Slack, or ''."""
+    profile = profile or {}
+    return profile.get("display_name") or profile.get("real_name") or ""
+
+
+def slack_people(path: Path) -> dict[str, str]:
+    """The names of people by their ids, from a users.json; empty if it is none, or not there."""
+    try:
+        people = json.loads(path.read_bytes())
+        names = {user["id"]: name_in(user.get("profile")) for user in people}
+    except (OSError, AttributeError, LookupError, TypeError, ValueError):
+        return {}
+    return {user_id: name for user_id, name in names.items() if name}
 
 
 def slack_text(text: str) -> str:

@@ -6,8 +6,9 @@ A talk becomes conversations, in which the model learns the messages of one of t
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -37,6 +38,7 @@ class Talk:
     messages: list[Message] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)  # by kind, such as "photo"
     answers: str = ""  # the author whom the model is to learn, where the export says it
+    people_file: str = ""  # where the names of authors are whose ids it has, seen from its file
 
     def add(self, author: str, text: str, seconds: float = 0.0) -> None:
         """Adds a message. Raises TypeError if its author or its text is no string."""
@@ -47,6 +49,17 @@ class Talk:
             self.messages.append(Message(author, text, seconds))
         else:
             self.left_out["message without text"] += 1
+
+    def name_people(self, names: Mapping[str, str]) -> None:
+        """Put names for the ids of authors, also where a text mentions one, as @U024BE7LH."""
+
+        def named(mention: re.Match[str]) -> str:
+            return f"@{names.get(mention[1], mention[1])}"
+
+        for index, message in enumerate(self.messages):
+            author = names.get(message.author, message.author)
+            text = re.sub(r"@(\w+)", named, message.text)
+            self.messages[index] = Message(author, text, message.seconds)
 
 
 @dataclass

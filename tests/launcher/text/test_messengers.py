@@ -270,6 +270,28 @@ def test_the_folder_of_slack_is_read(home, tmp_path, caplog):
     assert found == [["user\nHow is @Bob, and the page?", "assistant\nFine on day 0 & after."]]
 
 
+def test_ids_of_slack_have_their_names_from_users_json(tmp_path):
+    folder = tmp_path / "slack"
+    profile = {"real_name": "Ann Smith", "display_name": ""}
+    users = [{"id": "U1", "profile": profile}, {"id": "U2", "profile": {"display_name": "Bob"}}]
+    write_json(folder / "users.json", users)
+    messages = [
+        {"type": "message", "user": "U1", "text": "<@U2>, how is <@U3>?", "ts": "1710252301.1"},
+        {"type": "message", "user": "U2", "text": "Fine.", "ts": "1710252302.1"},
+    ]
+    path = write_json(folder / "general/2024-03-01.json", messages)
+    found, skipped = conversations(path, me="Bob")
+    assert found == [["user\n@Bob, how is @U3?", "assistant\nFine."]]
+    assert skipped.talks.authors == {"Ann Smith": 1, "Bob": 1}
+
+
+def test_ids_of_slack_stay_without_a_users_json(tmp_path):
+    message = {"type": "message", "user": "U1", "text": "Hi", "ts": "1710252301.1"}
+    path = write_json(tmp_path / "slack/general/2024-03-01.json", [message])
+    _, skipped = conversations(path, me="U1")
+    assert skipped.talks.authors == {"U1": 1}
+
+
 # -- whose messages --------------------------------------------------------------------------------
 
 
