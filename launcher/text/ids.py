@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sm_nanogpt.entry_point.files import file_sha256
 from sm_nanogpt.entry_point.text import Ids, Tokenizer, unsigned
+from sm_nanogpt.launcher.files.storage import json_bytes
 
 IDS_AT_ONCE = 1 << 20  # that are decoded
 
@@ -33,15 +35,41 @@ def draw_ids(ids: Ids, limit: int) -> Tensor:
 def write_ids(directory: Path, tokenizer: Tokenizer, train: Tensor, val: Tensor) -> None:
     """Write the ids of a text as `upload-data --tokenizer` does."""
     directory.mkdir()
-    type_name = {torch.int16: "uint16", torch.int32: "uint32"}[train.dtype]
-    meta: dict[str, Any] = {"dtype": type_name, "end_of_text": tokenizer.end_of_text}
+    parts: dict[str, Any] = {}
     for name, ids in (("train", train), ("val", val)):
         path = directory / f"{name}.bin"
         file = torch.from_file(str(path), shared=True, size=len(ids), dtype=ids.dtype)
         file.copy_(ids)
-        meta[name] = {"shards": [{"name": path.name, "tokens": len(ids)}]}
-    (directory / "meta.json").write_text(json.dumps(meta))
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer.document))
+        parts[name] = {"shards": [{"name": path.name, "tokens": len(ids)}]}
+    write_tokenizer(directory, tokenizer)
+    type_name = {torch.int16: "uint16", torch.int32: "uint32"}[train.dtype]
+    write_meta(directory, tokenizer, type_name, parts)
+
+
+def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+    """Write a tokenizer as the `tokenizers` library and transformers read it."""
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": tokenizer.end_of_text,
+    }
+    content = json.dumps(tokenizer.document, ensure_ascii=False, separators=(",", ":"))
+    (directory / "tokenizer.json").write_bytes(content.encode())
+    (directory / "tokenizer_config.json").write_bytes(json_bytes(config))
+
+
+def write_meta(
+    directory: Path, tokenizer: Tokenizer, type_name: str, parts: Mapping[str, Any]
+) -> None:
+    """Write meta.json, which names the shards of each part, the type of their ids, and the hash of
+    tokenizer.json, which is there already."""
+    meta = {
+        "dtype": type_name,
+        "end_of_text": tokenizer.end_of_text,
+        "tokenizer_sha256": file_sha256(directory / "tokenizer.json"),
+        **parts,
+    }
+    (directory / "meta.json").write_bytes(json_bytes(meta))
 
 
 def content_of(ids: Ids, vocabulary: Sequence[bytes], limit: int = 1 << 30) -> bytearray:

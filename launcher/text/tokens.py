@@ -14,7 +14,6 @@ do not share a batch, and the last of them are those for validation, with all th
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import random
@@ -32,12 +31,11 @@ from sm_nanogpt.entry_point.files import file_sha256
 from sm_nanogpt.entry_point.text import Tokenizer, read_tokens
 from sm_nanogpt.launcher.errors import InputError, unknown_characters
 from sm_nanogpt.launcher.files.progress import Progress, expect
-from sm_nanogpt.launcher.files.storage import json_bytes
 from sm_nanogpt.launcher.models.chat import ChatEncoder
 from sm_nanogpt.launcher.models.encoder import ASSISTANT_PREFIX, Encoder
 from sm_nanogpt.launcher.text import repeats
 from sm_nanogpt.launcher.text.documents import Survey, read_documents
-from sm_nanogpt.launcher.text.ids import IDS_AT_ONCE, content_of
+from sm_nanogpt.launcher.text.ids import IDS_AT_ONCE, content_of, write_meta, write_tokenizer
 from sm_nanogpt.launcher.text.reading import File
 from sm_nanogpt.launcher.text.tokenizer import USUAL_ENDS
 
@@ -88,7 +86,7 @@ def encode(
     n_tokens = {name: sum(shard["tokens"] for shard in shards[name]) for name in parts}
     write_tokenizer(directory, tokenizer)
     meta = {name: {"tokens": n_tokens[name], "shards": shards[name]} for name in parts}
-    write_meta(directory, tokenizer, writer.type_code, meta)
+    write_meta(directory, tokenizer, TYPE_NAMES[writer.type_code], meta)
     report_parts(n_tokens["train"], n_tokens["val"])
     contexts = writer.answer_contexts
     return {
@@ -126,32 +124,6 @@ def split_documents(documents: EncodedDocuments, survey: Survey) -> dict[str, li
         copies = "are copies; each is in the same part as its original"
         logger.info(f"{n_copies:,} of {survey.documents:,} {kind} {copies}")
     return split(documents.ends, hashes)
-
-
-def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
-    """Write a tokenizer as the `tokenizers` library and transformers read it."""
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "eos_token": tokenizer.end_of_text,
-    }
-    content = json.dumps(tokenizer.document, ensure_ascii=False, separators=(",", ":"))
-    (directory / "tokenizer.json").write_bytes(content.encode())
-    (directory / "tokenizer_config.json").write_bytes(json_bytes(config))
-
-
-def write_meta(
-    directory: Path, tokenizer: Tokenizer, type_code: str, parts: dict[str, Any]
-) -> None:
-    """Write meta.json, which names the shards of each part, the type of their ids, and the hash of
-    tokenizer.json, which is there already."""
-    meta = {
-        "dtype": TYPE_NAMES[type_code],
-        "end_of_text": tokenizer.end_of_text,
-        "tokenizer_sha256": file_sha256(directory / "tokenizer.json"),
-        **parts,
-    }
-    (directory / "meta.json").write_bytes(json_bytes(meta))
 
 
 def report_parts(n_train: int, n_val: int) -> None:
