@@ -58,61 +58,63 @@ class Cursor:
         return f"line {self.line}, column {self.column}"
 
 
+class TextDecoder:
+    """Decodes the chunks of a file, and knows where in the text it is."""
+
+    def __init__(self, file: IO[bytes], name: object, encoding: str) -> None:
+        self.file = file
+        self.name = name  # of the file in errors
+        self.codec = codecs.lookup(encoding).name
+        self.decoder = codecs.getincrementaldecoder(self.codec)()
+        self.cursor = Cursor()
+        self.n_beyond_ascii = 0  # bytes of a text in UTF-8
+
+    def decode(self, chunk: bytes, is_end: bool = False) -> str:
+        """The characters that end in a chunk. Raises InputError where it is not in the encoding."""
+        try:
+            text = self.decoder.decode(chunk, is_end)
+        except UnicodeDecodeError as error:  # its object begins with the rest of a character
+            content = error.object + self.file.read(SAMPLE)
+            self.cursor.advance(content[: error.start].decode(self.codec, "ignore"))
+            fault = EncodingFault(
+                content, error.start, self.codec, self.cursor, self.n_beyond_ascii
+            )
+            raise not_text(self.name, fault) from None
+        self.n_beyond_ascii += len(chunk) - len(text)
+        self.cursor.advance(text)
+        return text
+
+
 def read_text(file: IO[bytes], name: object, size: int) -> Iterator[tuple[bytes, str]]:
     """Yield a UTF-8 text in chunks of `size` bytes, each with the characters that end in it.
 
     name is that of the file in errors. Raises InputError where it is not UTF-8, or has a zero.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    cursor = Cursor()
+    decoder = TextDecoder(file, name, "utf-8")
     position = 0  # bytes
-    n_beyond_ascii = 0  # bytes
     while chunk := file.read(size):
         zero = chunk.find(0)
         if zero >= 0:
-            cursor.advance(chunk[:zero].decode(errors="ignore"))
-            raise with_zero(name, chunk + file.read(SAMPLE), zero, cursor, position)
-        try:
-            text = decoder.decode(chunk)
-        except UnicodeDecodeError as error:  # its object begins with the rest of a character
-            content = error.object + file.read(SAMPLE)
-            cursor.advance(content[: error.start].decode())
-            fault = EncodingFault(content, error.start, "utf-8", cursor, n_beyond_ascii)
-            raise not_text(name, fault) from None
+            decoder.cursor.advance(chunk[:zero].decode(errors="ignore"))
+            raise with_zero(name, chunk + file.read(SAMPLE), zero, decoder.cursor, position)
+        yield chunk, decoder.decode(chunk)
         position += len(chunk)
-        n_beyond_ascii += len(chunk) - len(text)
-        cursor.advance(text)
-        yield chunk, text
-    if decoder.getstate()[0]:
-        code = "mend-utf8" if n_beyond_ascii > 3 else ""
-        problem = f"is not UTF-8 text (it ends inside a character, at {cursor}; was it cut?)"
-        raise InputError(f"{name}: {problem}", code)
+    if decoder.decoder.getstate()[0]:
+        code = "mend-utf8" if decoder.n_beyond_ascii > 3 else ""
+        fault = f"it ends inside a character, at {decoder.cursor}; was it cut?"
+        raise InputError(f"{name}: is not UTF-8 text ({fault})", code)
 
 
 def as_utf8(file: IO[bytes], name: object, encoding: str = "utf-8") -> io.BufferedReader:
     """A text in some encoding, as UTF-8. Reading raises InputError where it is not in it."""
-    codec = codecs.lookup(encoding).name
 
     def make_chunks(file: IO[bytes]) -> Iterator[bytes]:
-        decoder = codecs.getincrementaldecoder(codec)()
-        cursor = Cursor()
-        n_beyond_ascii = 0  # bytes
-        is_end = False
-        while not is_end:
-            chunk = file.read(CHUNK)
-            is_end = not chunk
-            try:
-                text = decoder.decode(chunk, is_end)
-            except UnicodeDecodeError as error:  # its object begins with the rest of a character
-                content = error.object + file.read(SAMPLE)
-                cursor.advance(content[: error.start].decode(codec, "ignore"))
-                fault = EncodingFault(content, error.start, codec, cursor, n_beyond_ascii)
-                raise not_text(name, fault) from None
-            cursor.advance(text)
-            utf8 = text.encode()
-            n_beyond_ascii += len(utf8) - len(text)
-            if utf8:
-                yield utf8
+        decoder = TextDecoder(file, name, encoding)
+        while chunk := file.read(CHUNK):
+            text = decoder.decode(chunk)
+            if text:
+                yield text.encode()
+        yield decoder.decode(b"", is_end=True).encode()
 
     return io.BufferedReader(ChunkedFile(file, make_chunks), CHUNK)
 

@@ -76,7 +76,8 @@ class Unpacking:
 class ChunkedFile(io.RawIOBase):
     """A file that is made in chunks of another one. It is read from its beginning, in order.
 
-    make_chunks reads the other file from where it is, and yields chunks that are not empty.
+    make_chunks reads the other file from where it is, and yields chunks, of which none but the last
+    is empty.
     """
 
     def __init__(
