@@ -70,6 +70,13 @@ def megabytes(n_bytes: int) -> str:
     return f"{n_bytes / 1e6:.2f} MB"
 
 
+def in_units(n_bytes: float) -> str:
+    """`1.01kB`, `12.3MB`"""
+    from tqdm import tqdm
+
+    return f"{tqdm.format_sizeof(n_bytes)}B"
+
+
 def counted(n: int, noun: str) -> str:
     """`1 file`, `2,000 files`"""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"

@@ -22,18 +22,12 @@ from sm_nanogpt.launcher.cli.options import (
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import moment, note, print_columns, print_json
 from sm_nanogpt.launcher.errors import InputError, ServiceError
-from sm_nanogpt.launcher.values import counted
+from sm_nanogpt.launcher.values import counted, in_units
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.description import JobDescription
     from sm_nanogpt.launcher.settings import Settings
     from sm_nanogpt.launcher.text.uploads import Stored
-
-
-def in_units(size: float) -> str:
-    from tqdm import tqdm
-
-    return f"{tqdm.format_sizeof(size)}B"
 
 
 @click.command("data", cls=Command)

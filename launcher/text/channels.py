@@ -22,6 +22,7 @@ from sm_nanogpt.launcher.text.files import find_files, warn_of_held_out
 from sm_nanogpt.launcher.text.reading import File, open_text
 from sm_nanogpt.launcher.text.sources import TextSource, temporary
 from sm_nanogpt.launcher.text.store import Upload, is_uploaded, read_manifest
+from sm_nanogpt.launcher.values import in_units
 
 if TYPE_CHECKING:  # they import torch
     from sm_nanogpt.entry_point.config import Config
@@ -138,7 +139,7 @@ class Announced:
         self.progress(n_bytes)
 
     def expect(self, n_bytes: int) -> None:
-        logger.info(f"{self.name}: copying {n_bytes / 1e6:,.1f} MB")
+        logger.info(f"{self.name}: copying {in_units(n_bytes)}")
         expect(self.progress, n_bytes)
 
 

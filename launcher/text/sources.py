@@ -19,7 +19,7 @@ from sm_nanogpt.launcher.files.progress import Progress, expect
 from sm_nanogpt.launcher.files.s3 import fsspec_callback, in_parts
 from sm_nanogpt.launcher.files.scratch import scratch
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.values import counted
+from sm_nanogpt.launcher.values import counted, in_units
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +63,13 @@ class TextSource:
         files = {path: self.remote_files[path] for path in paths if path in self.remote_files}
         if not files:
             return
-        from tqdm import tqdm
-
         size = sum(file.size for file in files.values())
-        amount = f"{tqdm.format_sizeof(size)}B in {counted(len(files), 'file')}"
+        amount = f"{in_units(size)} in {counted(len(files), 'file')}"
         if size > shutil.disk_usage(self.path).free:
             raise ServiceError(f"{self.location}: {amount} do not fit on this machine's disk")
         logger.info(f"{self.location}: copying {amount}")
         expect(progress, size)
-        with errors_about(self.location):
+        with remote_errors(self.location):
             for path, file in files.items():
                 self.remote.download(file.key, path, progress)
 
@@ -159,7 +157,7 @@ class RemoteFileSystem:
 
     def find(self, location: str) -> dict[str, RemoteFile]:
         """The files at, or below, the path or a pattern, by their keys. Raises InputError."""
-        with errors_about(location):
+        with remote_errors(location):
             try:
                 infos = self.fs.find(self.path, detail=True)
                 infos = infos or self.fs.glob(self.path, detail=True)
@@ -223,7 +221,7 @@ def remote_file_system(location: str, settings: Settings) -> RemoteFileSystem:
 
 
 @contextmanager
-def errors_about(location: str) -> Iterator[None]:
+def remote_errors(location: str) -> Iterator[None]:
     """Make exceptions of S3, the Hub's client, and the disk one line about a location."""
     with storage.errors_about(location), ExitStack() as stack:
         if location.startswith("hf:"):

@@ -158,7 +158,7 @@ def test_eval_fetches_only_the_first_shard_of_a_part(documents, home, s3, monkey
         "train-00000.bin",
         "val-00000.bin",
     ]
-    assert re.fullmatch(r"plays: copying \d+\.\d MB", caplog.messages[0])
+    assert re.fullmatch(r"plays: copying \d+\.\dkB", caplog.messages[0])
     whole = channels.corpus_of(data, settings)
     assert len(begin.train) < len(whole.train)
     assert ids_of(begin.train) == ids_of(whole.train)[: len(begin.train)]
