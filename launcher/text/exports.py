@@ -41,7 +41,7 @@ def are_no_messages(items: Sequence[Any]) -> bool:
     return not any("role" in item or "value" in item for item in items)
 
 
-def explain(record: Any, position: str, column: str) -> str:
+def why_no_document(record: Any, position: str, column: str) -> str:
     """Why a record is no document, and a command that makes documents of it; '' if none is known.
 
     position is as the readers of launcher/text/records.py yield it.
@@ -92,7 +92,7 @@ def is_in_parts(text: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Records:
+class RecordList:
     """A list in a JSON value, which may be the records of a file."""
 
     path: str  # of jq, below the value
@@ -127,7 +127,7 @@ class Records:
         return path
 
 
-def find_records(value: Any, column: str) -> Records | None:
+def find_records(value: Any, column: str) -> RecordList | None:
     """The list in a value whose items are likely to be the records.
 
     The shallowest whose objects have the column comes first, then the longest of objects, then that
@@ -146,7 +146,7 @@ def find_records(value: Any, column: str) -> Records | None:
     return candidates[0]
 
 
-def lists_in(value: Any) -> Iterator[Records]:
+def lists_in(value: Any) -> Iterator[RecordList]:
     """Yield the lists in a JSON value, the shallowest first.
 
     The lists that the items of a list have in the same field count as one list.
@@ -159,7 +159,7 @@ def lists_in(value: Any) -> Iterator[Records]:
             for value in values[:MAX_VALUES]:
                 items += items_in(value)
             if items:
-                yield Records(f"{path}[]", items)
+                yield RecordList(f"{path}[]", items)
                 next_level[f"{path}[]"] = items
             for value in values[:MAX_VALUES]:
                 for name, field in fields_in(value):

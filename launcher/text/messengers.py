@@ -193,10 +193,10 @@ def telegram_text(text: Any) -> str:
 def seconds_of(message: dict[str, Any]) -> float:
     if "date_unixtime" in message:
         return float(message["date_unixtime"])
-    return moment(message.get("date") or message.get("timestamp"))
+    return seconds_of_date(message.get("date") or message.get("timestamp"))
 
 
-def moment(date: Any) -> float:
+def seconds_of_date(date: Any) -> float:
     """The seconds of a date in ISO 8601; 0 for anything else."""
     try:
         return datetime.fromisoformat(date).timestamp()
@@ -295,7 +295,7 @@ EXPORTS: tuple[tuple[str, Callable[[Any], bool], Callable[[Any], Iterator[Talk]]
 # -- WhatsApp --------------------------------------------------------------------------------------
 
 
-def read_whatsapp(file: IO[bytes], name: str, column: str = "text") -> Iterator[tuple[str, Talk]]:
+def read_whatsapp(file: IO[bytes], name: str, column: str) -> Iterator[tuple[str, Talk]]:
     """Yield the one talk of a text that WhatsApp has exported, of Android or of iOS."""
     talk = Talk()
     text = "".join(part for _, part in read_text(file, name, CHUNK))

@@ -10,7 +10,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -18,9 +18,9 @@ from sm_nanogpt.launcher.errors import InputError, not_installed
 from sm_nanogpt.launcher.models.encoder import MAX_PIECE as PIECE
 from sm_nanogpt.launcher.text.chats import FIELDS, may_be_chat, turns_of
 from sm_nanogpt.launcher.text.encodings import EncodingFault, not_text, read_text
-from sm_nanogpt.launcher.text.exports import WHOLE_FILE, explain, is_no_chat
+from sm_nanogpt.launcher.text.exports import WHOLE_FILE, is_no_chat, why_no_document
 from sm_nanogpt.launcher.text.messengers import open_export, read_whatsapp, talks_in
-from sm_nanogpt.launcher.text.tables import rows_of
+from sm_nanogpt.launcher.text.tables import read_rows
 from sm_nanogpt.launcher.text.unpacking import CHUNK, Unpacking
 from sm_nanogpt.launcher.values import counted, is_utf8
 
@@ -80,7 +80,7 @@ def text_pieces(record: Any, position: str, column: str) -> list[str]:
 
 def no_document(record: Any, position: str, column: str) -> InputError:
     """The error for a record that is no document, with what makes documents of it."""
-    problem = explain(record, position, column)
+    problem = why_no_document(record, position, column)
     if problem:
         return InputError(problem)
     if not isinstance(record, dict):
@@ -94,7 +94,7 @@ def no_document(record: Any, position: str, column: str) -> InputError:
 # -- JSON ------------------------------------------------------------------------------------------
 
 
-def read_json_lines(file: IO[bytes], name: str, column: str = "text") -> Records:
+def read_json_lines(file: IO[bytes], name: str, column: str) -> Records:
     """Yield the object of each line.
 
     A file that is one value over many lines is one object, or its items.
@@ -138,7 +138,7 @@ def read_whole_file(file: IO[bytes]) -> dict[str, Any] | list[Any] | None:
     return None
 
 
-def read_json_array(file: IO[bytes], name: str, column: str = "text") -> Records:
+def read_json_array(file: IO[bytes], name: str, column: str) -> Records:
     """Yield the items of an array, which is in memory as a whole."""
     try:
         items = json.loads("".join(text for _, text in read_text(file, name, CHUNK)))
@@ -173,19 +173,17 @@ def json_problem(error: ValueError | RecursionError) -> str:
     """Why Python did not read some JSON, and where."""
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON at line {error.lineno} column {error.colno} ({error.msg})"
-    if isinstance(error, RecursionError):
-        return "not JSON that can be read: it nests too deeply"
-    return "not JSON that can be read: a number has over 4,300 digits"
+    return f"not JSON that can be read: {error}"  # it nests too deeply, or has a vast number
 
 
 # -- exports in zip archives -----------------------------------------------------------------------
 
 
-def read_zip(file: IO[bytes], name: str, column: str = "text") -> Records:
+def read_zip(file: IO[bytes], name: str, column: str) -> Records:
     """Yield the talks of a messenger's export."""
     shown, content = open_export(file, name)
     if shown.endswith(".txt"):
-        yield from read_whatsapp(content, shown)
+        yield from read_whatsapp(content, shown, column)
     else:
         yield from read_json_array(content, shown, column)
 
@@ -193,9 +191,9 @@ def read_zip(file: IO[bytes], name: str, column: str = "text") -> Records:
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def read_table(file: IO[bytes], name: str, column: str = "text") -> Records:
+def read_table(file: IO[bytes], name: str, column: str) -> Records:
     """Yield each row of a table, by the names of its columns."""
-    rows = rows_of(file, name)
+    rows = read_rows(file, name)
     line, header = next(rows, (1, [column]))
     columns = [cell.strip() for cell in header]
     try:
@@ -243,7 +241,7 @@ def no_field(problem: str, text_fields: Sequence[str]) -> InputError:
 # -- Parquet ---------------------------------------------------------------------------------------
 
 
-def read_parquet(file: IO[bytes], name: str, column: str = "text") -> Records:
+def read_parquet(file: IO[bytes], name: str, column: str) -> Records:
     """Yield each row of a Parquet file, with the columns that document_of reads.
 
     Raises InputError if its schema has no text, if it is damaged, or if it unpacks to far more than
@@ -261,7 +259,6 @@ def read_parquet(file: IO[bytes], name: str, column: str = "text") -> Records:
         source = ParquetFile(file, buffer_size=CHUNK, pre_buffer=False)
         check_schema(source.schema_arrow, column)
         columns = [field for field in source.schema_arrow.names if field in {column, *FIELDS}]
-        check_unpacked_size(source, columns, name)
         for batch in source.iter_batches(ROWS, columns=columns):
             for row in rows_in(batch):
                 number += 1
@@ -319,21 +316,6 @@ def may_be_text_type(kind: Any) -> bool:
         types.is_list_view,
     )
     return any(test(kind) for test in tests)
-
-
-def check_unpacked_size(source: Any, columns: Collection[str], name: str) -> None:
-    """Raise InputError if a Parquet file says that its columns unpack to far more than its size."""
-    leaves = [
-        number
-        for number, leaf in enumerate(source.schema)
-        if leaf.path.partition(".")[0] in columns
-    ]
-    for number in range(source.num_row_groups):
-        group = source.metadata.row_group(number)
-        chunks = [group.column(leaf) for leaf in leaves]
-        packed_size = sum(chunk.total_compressed_size for chunk in chunks)
-        unpacked_size = sum(chunk.total_uncompressed_size for chunk in chunks)
-        Unpacking(name, packed_size).add(unpacked_size)
 
 
 def rows_in(batch: Any) -> Iterator[dict[str, Any]]:

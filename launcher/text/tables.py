@@ -13,7 +13,7 @@ from typing import IO, Literal
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.text.encodings import as_utf8
 
-MAX_LINE = 1 << 26  # characters
+MAX_CELL = 1 << 26  # characters
 MAX_HEADER = 1 << 20
 SEPARATORS = "\t|;,"  # if two are as frequent, the first is taken
 NO_SEPARATOR = "\x1f"
@@ -99,19 +99,19 @@ def looks_like_name(text: str) -> bool:
     return len(text) < 40 and PLAIN_NAME.fullmatch(text) is not None
 
 
-def rows_of(file: IO[bytes], path: str) -> Iterator[tuple[int, list[str]]]:
+def read_rows(file: IO[bytes], path: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the first line and the cells of each row of a table; the first row has the columns.
 
     The separator is the one that the columns show, or that Excel's first line `sep=;` names. One
     column needs none, and may hold any. Raises InputError.
     """
-    csv.field_size_limit(MAX_LINE)
+    csv.field_size_limit(MAX_CELL)
     text = io.TextIOWrapper(as_utf8(file, path), "utf-8", newline="")
-    header = read_header(lines_of(text, path))
+    header = read_header(lines_of(text))
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL
-    if quotes_are_letters(lines_of(text, path), header):
+    if quotes_are_letters(lines_of(text), header):
         quoting = csv.QUOTE_NONE
-    lines = islice(lines_of(text, path), header.n_skipped, None)
+    lines = islice(lines_of(text), header.n_skipped, None)
     rows = csv.reader(lines, delimiter=header.separator, quoting=quoting, strict=True)
     line = header.n_skipped + 1
     try:
@@ -123,13 +123,10 @@ def rows_of(file: IO[bytes], path: str) -> Iterator[tuple[int, list[str]]]:
         raise InputError(f"{path}:{line}: {error}; {QUOTING}") from None
 
 
-def lines_of(text: io.TextIOWrapper, path: str) -> Iterator[str]:
-    """The lines of a file from its beginning. Raises InputError if one is too long."""
+def lines_of(text: io.TextIOWrapper) -> Iterator[str]:
+    """The lines of a file from its beginning."""
     text.seek(0)
-    for number, line in enumerate(iter(lambda: text.readline(MAX_LINE + 1), ""), 1):
-        if len(line) > MAX_LINE:
-            raise InputError(f"{path}:{number}: a line of over 64 MiB")
-        yield line
+    return iter(text)
 
 
 def quotes_are_letters(lines: Iterator[str], header: Header) -> bool:

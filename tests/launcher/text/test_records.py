@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
+from talks import exchange
 
 from sm_nanogpt import InputError
 from sm_nanogpt.launcher.text import records
@@ -51,17 +52,18 @@ WRITE: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
 }
 
 
+READERS = {
+    ".jsonl": records.read_json_lines,
+    ".json": records.read_json_array,
+    ".csv": records.read_table,
+    ".tsv": records.read_table,
+    ".parquet": records.read_parquet,
+}
+
+
 def read(name: str, content: bytes, column: str = "text") -> list[TextDocument]:
-    file = io.BytesIO(content)
-    suffix = Path(name).suffix
-    texts = {
-        ".jsonl": lambda: records.read_json_lines(file, name),
-        ".json": lambda: records.read_json_array(file, name),
-        ".csv": lambda: records.read_table(file, name),
-        ".tsv": lambda: records.read_table(file, name),
-        ".parquet": lambda: records.read_parquet(file, name, column),
-    }[suffix]()
-    return [records.document_of(record, position, column) for position, record in texts]
+    rows = READERS[Path(name).suffix](io.BytesIO(content), name, column)
+    return [records.document_of(record, position, column) for position, record in rows]
 
 
 @pytest.mark.parametrize("name", WRITE)
@@ -124,58 +126,33 @@ def test_places_are_lines_or_counts_of_items(name, first, second):
     assert [document.position for document in documents] == [first, second]
 
 
-def twins() -> bytes:
-    file = io.BytesIO()
-    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), file)
-    return file.getvalue()
-
-
-TWINS = twins()
-DEEP = b"[" * 100_000
-LONG_NUMBER = b"9" * 5_000
-
-
 @pytest.mark.parametrize(
     ("name", "content", "facts"),
     [
-        (
-            "a.jsonl",
-            lines([{"text": 5, "body": "b"}]),
-            (":1: ", "`text`", "`body`", "fields of text"),
-        ),
-        ("a.jsonl", lines([{}]), (":1: ", "`text`")),
-        ("a.jsonl", lines([{"text": ["a"]}]), (":1: ", "`text`", "`jq -c '.text |= ")),
-        ("a.jsonl", b'"a"\n', (":1: ", "no object", "`jq -c '. | {text: .}' ")),
+        ("a.jsonl", lines([{"text": 5, "body": "b"}]), (":1: ", "`text`", "of text: `body`")),
         ("a.jsonl", b"5\n", (":1: ", "no JSON object")),
-        ("a.json", b'[{"text": "a"}\n {"text": "b"}]', ("not JSON", "line 2 ")),
-        ("a.json", b'[{"text": "a"}, {"text": "b"', ("not JSON", "line 1 ")),
-        ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', ("Extra data", "line 2 ")),
-        ("a.json", DEEP, ("not JSON", "nests too deeply")),
-        ("a.jsonl", DEEP, (":1: ", "nests too deeply")),
-        ("a.json", b"[%s]" % LONG_NUMBER, ("not JSON", "4,300 digits")),
-        ("a.jsonl", LONG_NUMBER, (":1: ", "4,300 digits")),
+        ("a.jsonl", b'{\n"text": "a"\n}\n' * 2, (":1: ", "on one line, ", "`jq -c . FILE`")),
+        ("a.json", b'[{"text": "a"}\n {"text": "b"}]', ("not JSON at line 2 ",)),
+        ("a.json", b"[" * 100_000, ("not JSON that can be read: ",)),
+        ("a.json", b"[%s]" % (b"9" * 5_000), ("not JSON that can be read: ", "4300 digits")),
         ("a.json", b"[1]", ("item 1", "no JSON object")),
-        ("a.csv", b"id,body\n1,a\n", (":1: ", "`text`", "`id`, `body`", "fields of text")),
+        ("a.csv", b"id,body\n1,a\n", (":1: ", "`text`", "fields of text: `id`, `body`")),
+        ("a.csv", b"text,text\na,b\n", ("two columns", "`text`")),
         ("a.csv", HEAD + b'2,"b\n', (":3: ", "doubled")),
-        ("a.csv", HEAD + b'2,"b"c\n', (":3: ", "doubled")),
         ("a.csv", HEAD + b"2,b,c\n", (":3: ", "3 cells", "has 2")),
-        ("a.csv", HEAD + b"2\n", (":3: ", "1 cell", "has 2")),
         ("a.parquet", parquet([{"id": 1, "body": "a"}]), (": ", "`text`", "of text: `body`")),
         ("a.parquet", parquet([{"text": 1, "b": "a"}]), ("`text` is int64", "of text: `b`")),
-        ("a.parquet", TWINS, ("two columns", "`text`")),
-        ("a.csv", b"text,text\na,b\n", ("two columns", "`text`")),
-        ("a.jsonl", b'{\n"text": "a"\n}\n' * 2, (":1: ", "on one line, ", "`jq -c . FILE`")),
         ("a.parquet", b"PAR1" + b"x" * 100, ("damaged",)),
-        ("a.parquet", parquet([{"text": "a" * 9999}], compression=None)[:5000], ("damaged",)),
     ],
 )
-def test_a_record_without_text_is_refused_with_its_place(name, content, facts, tmp_path):
-    (tmp_path / name).write_bytes(content)
+def test_a_record_without_text_is_refused_with_its_place(name, content, facts):
     with pytest.raises(InputError) as raised:
-        read(str(tmp_path / name), content)
-    assert str(raised.value).startswith(f"{tmp_path / name}")
-    assert all(fact in str(raised.value) for fact in facts), raised.value
-    assert "\n" not in str(raised.value)
+        read(name, content)
+    message = str(raised.value)
+    assert message.startswith(name)
+    for fact in facts:
+        assert fact in message
+    assert "\n" not in message
 
 
 def parquet_of(**columns: pa.Array) -> bytes:
@@ -191,7 +168,6 @@ STRUCT = pa.array([{"title": "a"}])
 @pytest.mark.parametrize(
     ("content", "facts"),
     [
-        (parquet_of(body=pa.array(["a"]), until=NEVER), ("no field `text`", "of text: `body`")),
         (parquet_of(body=STRUCT), ("no field `text`", "of text: none")),
         (parquet_of(text=STRUCT), ("`text` is struct<title: string>",)),
         (parquet_of(text=pa.array([b"\xff"])), ("row 1", "bytes that are not UTF-8")),
@@ -203,7 +179,8 @@ STRUCT = pa.array([{"title": "a"}])
 def test_a_schema_names_the_columns_of_text(content, facts):
     with pytest.raises(InputError) as refused:
         read("a.parquet", content)
-    assert all(fact in str(refused.value) for fact in facts), refused.value
+    for fact in facts:
+        assert fact in str(refused.value)
 
 
 def test_bytes_of_text_are_text():
@@ -236,12 +213,12 @@ def test_an_empty_array_has_no_records():
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(InputError, match=r"pyarrow.*\[data\]"):
-        next(records.read_parquet(io.BytesIO(), "a.parquet"))
+        next(records.read_parquet(io.BytesIO(), "a.parquet", "text"))
 
 
 def test_parquet_reads_only_columns_of_text():
     file = io.BytesIO(parquet([{"id": 1, "image": b"x", "text": "a", "system": "b"}]))
-    rows = [record for _, record in records.read_parquet(file, "")]
+    rows = [record for _, record in records.read_parquet(file, "", "text")]
     assert rows == [{"text": "a", "system": "b"}]
 
 
@@ -251,9 +228,7 @@ def test_a_long_file_is_not_in_memory_as_a_whole(name, tmp_path):
     (tmp_path / name).write_bytes(WRITE[name](rows))
     with (tmp_path / name).open("rb") as file:
         tracemalloc.start()
-        texts = (
-            records.read_table(file, name) if name == "a.csv" else records.read_parquet(file, name)
-        )
+        texts = READERS[Path(name).suffix](file, name, "text")
         assert sum(1 for _ in texts) == len(rows)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -267,48 +242,22 @@ def ids(cli: Callable[..., Any], path: Path, *options: str) -> list[bytes]:
     return [(directory / f"{part}-00000.bin").read_bytes() for part in ("train", "val")]
 
 
-def test_each_format_of_documents_gives_the_same_ids(cli, tmp_path):
+def test_a_format_and_a_column_make_no_other_ids(cli, tmp_path):
     texts = [f"{text[:2000]} {number}" for text in TEXTS for number in range(9)]
-    (tmp_path / "expected.jsonl").write_bytes(lines([{"text": text} for text in texts]))
-    expected = ids(cli, tmp_path / "expected.jsonl")
-    for name, write in WRITE.items():
-        for column in ("text", "body"):
-            (tmp_path / name).write_bytes(write([{"id": 1, column: text} for text in texts]))
-            assert ids(cli, tmp_path / name, "--column", column) == expected, (name, column)
+    (tmp_path / "a.jsonl").write_bytes(lines([{"text": text} for text in texts]))
+    (tmp_path / "a.parquet").write_bytes(parquet([{"id": 1, "body": text} for text in texts]))
+    expected = ids(cli, tmp_path / "a.jsonl")
+    assert ids(cli, tmp_path / "a.parquet", "--column", "body") == expected
 
 
-def test_each_form_of_conversations_gives_the_same_ids(cli, tmp_path):
-    openai = list[Any]()
-    nanochat = list[Any]()
-    sharegpt = list[Any]()
-    alpaca = list[Any]()
-    trl = list[Any]()
+def test_the_form_of_conversations_makes_no_other_ids(cli, tmp_path):
+    chats = []
+    pairs = []
     for n in range(30):
         question = f"What, exactly, is {n} + {n}?\n"
         answer = f'"{2 * n}"'
-        messages = [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": answer},
-        ]
-        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-        openai.append({"messages": messages})
-        nanochat.append(messages)
-        sharegpt.append({"conversations": turns})
-        alpaca.append({"instruction": question, "input": "", "output": answer})
-        trl.append({"prompt": question, "completion": answer})
-
-    contents = {
-        "openai.jsonl": lines(openai),
-        "openai.parquet": parquet(openai),
-        "nanochat.json": json.dumps(nanochat).encode(),
-        "sharegpt.json": json.dumps(sharegpt).encode(),
-        "sharegpt.parquet": parquet(sharegpt),
-        "alpaca.csv": table(alpaca),
-        "trl.jsonl": lines(trl),
-    }
-    ids_of_form = {}
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-        ids_of_form[name] = ids(cli, tmp_path / name)
-    for name in contents:
-        assert ids_of_form[name] == ids_of_form["openai.jsonl"], name
+        chats.append({"messages": exchange(question, answer)})
+        pairs.append({"instruction": question, "input": "", "output": answer})
+    (tmp_path / "chats.parquet").write_bytes(parquet(chats))
+    (tmp_path / "alpaca.csv").write_bytes(table(pairs))
+    assert ids(cli, tmp_path / "alpaca.csv") == ids(cli, tmp_path / "chats.parquet")
