@@ -260,8 +260,8 @@ def show_command(number: int, group: str) -> None:
     changed = search.source(entry["folder"])
     for name in sorted({*base.files, *changed.files}):
         difference = difflib.unified_diff(
-            lines_of(base, name),
-            lines_of(changed, name),
+            source_lines(base, name),
+            source_lines(changed, name),
             fromfile=f"base/{name}",
             tofile=f"try/{name}",
             lineterm="",
@@ -270,7 +270,7 @@ def show_command(number: int, group: str) -> None:
             click.echo(visible(line))
 
 
-def lines_of(source: Source, name: str) -> list[str]:
+def source_lines(source: Source, name: str) -> list[str]:
     text = source.files.get(name, b"").decode(errors="surrogateescape")
     if not text:
         return []

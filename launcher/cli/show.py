@@ -232,7 +232,7 @@ def print_columns(
         if any(cells):
             table[heading] = [cell or "-" for cell in cells]
     if not sys.stdout.isatty():
-        print_table(rows_of(table))
+        print_table(table_rows(table))
         return
     width = shutil.get_terminal_size().columns
     hidden = []
@@ -240,20 +240,20 @@ def print_columns(
         if heading in table and width_of(table) > width:
             del table[heading]
             hidden.append(heading)
-    for row in aligned(rows_of(table)):
+    for row in aligned(table_rows(table)):
         click.echo(row if len(row) <= width else f"{row[: width - 1]}…")
     if hidden:
         note(f"not shown on a terminal of {width} columns: {', '.join(hidden)}; --json prints all")
 
 
-def rows_of(table: Mapping[str, Sequence[str]]) -> list[list[str]]:
+def table_rows(table: Mapping[str, Sequence[str]]) -> list[list[str]]:
     """The rows of a table that is given by its columns; the first has their headings."""
     columns = [[heading, *cells] for heading, cells in table.items()]
     return [list(row) for row in zip(*columns, strict=True)]
 
 
 def width_of(table: Mapping[str, Sequence[str]]) -> int:
-    return max(map(len, aligned(rows_of(table))), default=0)
+    return max(map(len, aligned(table_rows(table))), default=0)
 
 
 def print_fields(fields: Mapping[str, str | None]) -> None:

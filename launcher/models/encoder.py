@@ -198,7 +198,7 @@ class Encoder:
 
     def encode_in_pieces(self, text: str) -> bytes:
         ids = b""
-        for pieces in cut(text):
+        for pieces in piece_batches(text):
             ids += b"".join(self.encode(pieces))
         return ids
 
@@ -226,7 +226,7 @@ class Encoder:
         raise InputError(f"the tokenizer changes the text: {change}", "text-changes")
 
 
-def cut(text: str) -> Iterator[list[str]]:
+def piece_batches(text: str) -> Iterator[list[str]]:
     """Yields a text in pieces of MAX_PIECE characters, PIECES_PER_BATCH at a time."""
     starts = range(0, len(text), MAX_PIECE)
     for first in range(0, len(starts), PIECES_PER_BATCH):

@@ -96,7 +96,7 @@ class Talks:
             if not me:
                 problem = f"{position}: is a chat of {list_counts(authors)}"
                 raise InputError(problem, "give-me")
-            conversations = list(cut(talk.messages, me))
+            conversations = list(cut_at_pauses(talk.messages, me))
         is_group = len({message.author for message in talk.messages}) > 2
         for messages in conversations:
             turns = make_turns(messages, me, is_group)
@@ -106,7 +106,7 @@ class Talks:
                 self.left_out[f"message without an answer of {me}"] += len(messages)
 
 
-def cut(messages: Sequence[Message], me: str) -> Iterator[list[Message]]:
+def cut_at_pauses(messages: Sequence[Message], me: str) -> Iterator[list[Message]]:
     """Yield the conversations in a chat: a pause ends one, or an answer once it is long."""
     conversation: list[Message] = []
     n_characters = 0

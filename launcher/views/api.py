@@ -63,7 +63,7 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[ContentPart]
 
-    def plain(self) -> Message:
+    def as_message(self) -> Message:
         """Returns the message with its parts joined, and `developer` as the system's."""
         role = "system" if self.role == "developer" else self.role
         if isinstance(self.content, str):
@@ -253,7 +253,7 @@ def start_answer(
     limit = request.max_tokens
     if isinstance(request, ChatRequest):
         limit = request.max_completion_tokens or limit or context_size
-        messages = [message.plain() for message in request.messages]
+        messages = [message.as_message() for message in request.messages]
         chat_prompt = player.chat.fit(messages, limit)
         ids = chat_prompt.ids
         limit = chat_prompt.max_new_tokens

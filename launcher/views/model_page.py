@@ -263,7 +263,7 @@ def page_of(
     blocks = [packed_block("model", pack(header, parameters))]
     for moment in moments[:-1]:
         blocks.append(packed_block("moment", pack({}, moment.parameters)))
-    return document_of(blocks)
+    return page_with(blocks)
 
 
 def packed_block(kind: str, content: bytes) -> str:
@@ -277,7 +277,7 @@ def served_page(n_models: int) -> str:
     """The page of `play`, which asks the server for its models by their numbers."""
     addresses = [f"page/model/{number}" for number in range(n_models)]
     blocks = [block_of("model", f'data-address="{address}"') for address in addresses]
-    return document_of(blocks, "connect-src 'self'")
+    return page_with(blocks, "connect-src 'self'")
 
 
 def served_model(
@@ -344,7 +344,7 @@ def block_of(kind: str, attribute: str, content: str = "") -> str:
     return f'<script type="text/plain" class="{kind}" {attribute}>{content}</script>'
 
 
-def document_of(blocks: Sequence[str], *policies: str) -> str:
+def page_with(blocks: Sequence[str], *policies: str) -> str:
     """The page with these blocks of models; it may do what the policies allow besides."""
     page = TEMPLATE.read_text(encoding="utf-8")
     page = page.replace("/*engine*/", ENGINE.read_text(encoding="utf-8"))

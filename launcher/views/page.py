@@ -18,7 +18,7 @@ from sm_nanogpt.entry_point.metrics import duration
 from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.sagemaker.cost import usd
 from sm_nanogpt.launcher.views.job_fields import cost_text
-from sm_nanogpt.launcher.views.report import Report, ReportedRun, plain
+from sm_nanogpt.launcher.views.report import Report, ReportedRun, value_text
 
 SERIES = {"training": "train_loss", "validation": "val_loss"}
 LINES = (("raw", 1, 0.3), ("training", 1.25, 0.75), ("validation", 2.75, 1.0))  # width, opacity
@@ -224,7 +224,7 @@ def page(report: Report, repeat: Callable[[TrainingJob], str] | None = None) -> 
     folder = FileSystemLoader(Path(__file__).parent)
     templates = Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     templates.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    templates.filters.update(plain=plain, when=when, span=span, usd=usd, cost=cost_text)
+    templates.filters.update(value_text=value_text, when=when, span=span, usd=usd, cost=cost_text)
     return templates.get_template("report.html").render(
         report=report,
         runs=report.runs,

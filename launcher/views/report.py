@@ -268,7 +268,7 @@ def compare(runs: Sequence[ReportedRun]) -> Report:
         label = run.short_name
         if len(differing) <= 2:
             for name in differing:
-                label += f", {name} {plain(run.configuration.get(name))}"
+                label += f", {name} {value_text(run.configuration.get(name))}"
         labeled.append(replace(run, label=label))
     return replace(report, runs=labeled)
 
@@ -290,6 +290,6 @@ def hyperparameters_of_models(runs: Sequence[ReportedRun]) -> set[str]:
     return set()
 
 
-def plain(value: Any) -> str:
+def value_text(value: Any) -> str:
     """The value of a configuration as text; "-" for none."""
     return "-" if value in (None, "") else format_value(value)
