@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 from texts import LONG, stored
 
+from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.first_text import first_text
 
 
@@ -73,17 +74,16 @@ def name_server_that_is_silent(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "trouble", ["refused", "silent", "no name", "silent name server", "cut", "another file"]
+    "trouble", ["refused", "silent", "silent name server", "cut", "another file"]
 )
 def test_without_shakespeare_pythons_own_reference_is_taken(
-    trouble, home, cli, shakespeare, black_hole, monkeypatch
+    trouble, home, shakespeare, black_hole, monkeypatch, caplog
 ):
     module = "sm_nanogpt.launcher.text.first_text"
     monkeypatch.setattr(f"{module}.PATIENCE_SECONDS", 0.5)
     urls = {
         "refused": "http://127.0.0.1:9/input.txt",
         "silent": black_hole,
-        "no name": "http://nowhere.invalid/input.txt",
     }
     if url := urls.get(trouble):
         monkeypatch.setattr(f"{module}.SHAKESPEARE_URL", url)
@@ -95,13 +95,24 @@ def test_without_shakespeare_pythons_own_reference_is_taken(
     else:
         monkeypatch.setattr(f"{module}.SHAKESPEARE_SHA256", "0" * 64)
     began = time.monotonic()
-    ran = cli("upload-data").good
+    path = first_text(Settings(home=home))
     assert time.monotonic() - began < 4
-    (line,) = [line for line in ran.err.splitlines() if "comes with Python" in line]
-    assert "/input.txt: " in line and "`sm-nanogpt upload-data FILE`" in line
-    text = (stored(ran.out.strip()) / "python-reference.txt").read_text()
-    assert len(text) > 300_000 and 'The "while" statement' in text
+    assert path.name == "python-reference.txt"
+    (message,) = caplog.messages
+    assert "/input.txt: " in message
+    assert "comes with Python" in message
     assert not (home / "cache/shakespeare.txt").exists()
+
+
+def test_pythons_own_reference_is_uploaded(cli, monkeypatch):
+    url = "http://127.0.0.1:9/input.txt"
+    monkeypatch.setattr("sm_nanogpt.launcher.text.first_text.SHAKESPEARE_URL", url)
+    ran = cli("upload-data").good
+    (line,) = [line for line in ran.err.splitlines() if "comes with Python" in line]
+    assert "`sm-nanogpt upload-data FILE`" in line
+    text = (stored(ran.out.strip()) / "python-reference.txt").read_text()
+    assert len(text) > 300_000
+    assert 'The "while" statement' in text
 
 
 def test_without_either_text_an_own_one_is_asked_for(cli, monkeypatch):

@@ -94,7 +94,7 @@ def text_of(path: Path, content: str) -> str:
     return "".join(read_pieces(detect_file(path)))
 
 
-@pytest.mark.parametrize("name", ["tea.html", "tea.txt", "tea.XHTML"])
+@pytest.mark.parametrize("name", ["tea.txt", "tea.XHTML"])
 def test_a_page_is_read_as_a_browser_shows_it(tmp_path, name):
     text = "Tea & cake\nPour the hot water, and wait.\nOne\nTwo\nthree\na\n  b\n"
     assert text_of(tmp_path / name, PAGE) == text
@@ -110,6 +110,14 @@ def test_subtitles_are_read_without_their_times(tmp_path):
 def test_mail_is_read_without_what_it_quotes(tmp_path, name):
     text = "Café at four?\nFrom now on, yes.\n\nGladly.\n\nGood.\n\n"
     assert text_of(tmp_path / name, MBOX) == text
+
+
+def test_what_is_left_out_of_mail_is_counted(tmp_path, caplog):
+    silent = "From cat@example.org Tue Mar 12 17:05:00 2024\nFrom: Cat <cat@example.org>\n\n\n"
+    text_of(tmp_path / "mail.mbox", f"{MBOX}\n{silent}")
+    assert caplog.messages == [
+        "left out of mail: line of quotes and signatures (5), attachment (1), mail without text (1)"
+    ]
 
 
 def test_a_page_in_another_encoding_needs_its_name(tmp_path):

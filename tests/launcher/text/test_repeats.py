@@ -9,9 +9,11 @@ from pathlib import Path
 import launching
 import pytest
 
-from sm_nanogpt import upload_data
+from sm_nanogpt import Request, Settings, upload_data
+from sm_nanogpt.launcher.launching.launch import prepare
 from sm_nanogpt.launcher.text import repeats
 from sm_nanogpt.launcher.text.repeats import RUN, repeated_share, sampled_ranges
+from sm_nanogpt.launcher.tracking import TrackedJob
 
 
 def words(seed: int, count: int = 9000) -> str:
@@ -73,11 +75,19 @@ def test_a_text_that_stands_twice_is_said_at_upload(cli, twice):
     assert WARNING in cli("upload-data", twice).good.err  # already in the store
 
 
-def test_a_text_that_stands_twice_is_said_at_launch(cli, twice):
-    cli("upload-data", twice)
-    for data in (None, twice):
-        ran = cli(launching.launching("--detach", data=data)).good
-        assert ran.err.count(WARNING) == 1
+def prepare_launch(data: Path, home: Path, validation: Path | None = None) -> None:
+    request = Request(
+        instance="local",
+        data=str(data),
+        validation=None if validation is None else str(validation),
+        hyperparameters=launching.TINY,
+    )
+    prepare(request, Settings(home=home), TrackedJob)
+
+
+def test_a_text_that_stands_twice_is_said_at_launch(home, twice, caplog):
+    prepare_launch(twice, home)
+    assert caplog.text.count(WARNING) == 1
 
 
 def test_files_with_one_text_below_other_titles_are_said(cli, tmp_path):
@@ -91,7 +101,8 @@ def test_all_of_many_files_are_compared(cli, tmp_path):
     """The last files of 200 have the text of those in the middle."""
     (tmp_path / "many").mkdir()
     for number in range(200):
-        text = words(number - 80 if number >= 170 else number, 100)
+        seed = number - 80 if number >= 170 else number
+        text = words(seed, 100)
         (tmp_path / f"many/{number:03}.txt").write_text(f"{number}\n{text}")
     assert "% of the validation text" in cli("upload-data", "many").good.err
 
@@ -105,14 +116,14 @@ def test_tokens_of_a_text_that_stands_twice_are_said(cli, twice):
     assert "stands in" not in ran.err
 
 
-def test_a_validation_text_within_the_training_text_is_said(cli, tmp_path):
+def test_a_validation_text_within_the_training_text_is_said(home, tmp_path, caplog):
     (tmp_path / "data.txt").write_text(words(1))
     (tmp_path / "part.txt").write_text(words(1)[9000:20000])
     (tmp_path / "other.txt").write_text(words(2))
-    cli("upload-data", "part.txt")
-    for validation, warns in (("part.txt", True), ("other.txt", False)):
-        arguments = launching.launching("--detach", "--validation", validation, data="data.txt")
-        assert (WARNING in cli(arguments).good.err) == warns
+    prepare_launch(tmp_path / "data.txt", home, validation=tmp_path / "other.txt")
+    assert WARNING not in caplog.text
+    prepare_launch(tmp_path / "data.txt", home, validation=tmp_path / "part.txt")
+    assert WARNING in caplog.text
 
 
 def test_the_share_is_kept_in_the_manifest(home, twice, monkeypatch):

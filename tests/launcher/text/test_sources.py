@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import boto3
@@ -18,6 +17,7 @@ from sm_nanogpt import InputError, ServiceError, Settings
 from sm_nanogpt.launcher.files.progress import Progress
 from sm_nanogpt.launcher.text.documents import survey_documents
 from sm_nanogpt.launcher.text.files import FileOptions, find_files
+from sm_nanogpt.launcher.text.reading import detect_file
 from sm_nanogpt.launcher.text.sources import name_of, open_sources
 
 BPE = ("--tokenizer", "bpe", "--vocab-size", "300")
@@ -54,7 +54,9 @@ def copied(home):
             with open_sources(sources, settings) as opened:
                 for source in opened:
                     path = source.path
-                    files = [path] if path.is_file() else [*filter(Path.is_file, path.rglob("*"))]
+                    files = [path]
+                    if path.is_dir():
+                        files = [below for below in path.rglob("*") if below.is_file()]
                     source.fetch(files, progress)
                     for file in files:
                         copied_files[file.relative_to(path.parent).as_posix()] = file.read_bytes()
@@ -63,6 +65,17 @@ def copied(home):
         return copied_files
 
     return copy
+
+
+@pytest.fixture
+def type_in(monkeypatch):
+    """Puts a text into the standard input."""
+
+    def type_in(content: bytes) -> None:
+        stream = SimpleNamespace(buffer=io.BytesIO(content), isatty=bool)
+        monkeypatch.setattr("sys.stdin", stream)
+
+    return type_in
 
 
 def below(prefix: str, top: str) -> dict[str, bytes]:
@@ -76,12 +89,14 @@ def below(prefix: str, top: str) -> dict[str, bytes]:
 
 HUB_SOURCES = {
     "me/notes": below("", "notes"),
-    "me/notes/": below("", "notes"),
     "me/notes/data": below("data/", "data"),
     f"me/notes@{hubs.COMMIT}/data": below("data/", "data"),
     "me/notes@refs/convert/parquet": below("", "parquet"),
     "me/notes/train.csv": {"train.csv": FILES["train.csv"]},
-    "me/notes@main/data/*.txt": {k: v for k, v in below("data/", "data").items() if "txt" in k},
+    "me/notes@main/data/*.txt": {
+        "data/a.txt": FILES["data/a.txt"],
+        "data/empty.txt": FILES["data/empty.txt"],
+    },
     "me/notes/**/*.jsonl": {"notes/data/deep/b.jsonl": FILES["data/deep/b.jsonl"]},
 }
 
@@ -100,7 +115,6 @@ REFUSED = {
     "me/gated": (ServiceError, "ask for access on https://huggingface.co/datasets/me/gated"),
     "me/notes@v2": (InputError, "no such revision"),
     "me/notes/none.txt": (InputError, "nothing is there"),
-    "me/notes/**.txt": (InputError, "Invalid pattern"),
     "squad": (InputError, "hf://datasets/OWNER/NAME/PATH"),
     "me/..notes": (InputError, "cannot start or end with"),
 }
@@ -191,8 +205,8 @@ def test_what_s3_does_not_give_is_one_line(bucket, emulator, copied, monkeypatch
         copied(f"{bucket}/texts")
 
 
-def test_standard_input_is_a_file(copied, monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"hi"), isatty=bool))
+def test_standard_input_is_a_file(copied, type_in, tmp_path):
+    type_in(b"hi")
     (tmp_path / "notes.txt").write_text("more")
     uri = (tmp_path / "notes.txt").as_uri()
     assert copied("-", uri) == {"stdin": b"hi", "notes.txt": b"more"}
@@ -229,36 +243,52 @@ def test_only_what_will_be_read_is_copied(hub, cli):
     assert f"`sm-nanogpt upload-data {source} --tokenizer bpe`" in ran.err
     assert f"warning: {source}: 1 file left out: 1 .jsonl; " in ran.err
     hub.sent.clear()
-    options = ("--tokenizer", "bpe", "--vocab-size", "300")
-    assert cli("upload-data", f"{source}/docs.jsonl", options).code == 0
+    assert cli("upload-data", f"{source}/docs.jsonl", BPE).code == 0
     assert hub.sent == ["docs.jsonl"]
 
 
-def test_standard_input_is_read_by_its_content(cli, monkeypatch):
-    lines = b"".join(b'{"text": "%d %s"}\n' % (n, b"a sea " * 20) for n in range(30))
-    for content in (lines, gzip.compress(lines), b"[%s]" % lines.strip().replace(b"\n", b",")):
-        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content), isatty=bool))
-        ran = cli("upload-data", "-", "--tokenizer", "bpe", "--vocab-size", "300")
-        assert "30 documents" in ran.err, ran.err
-        assert "/data/stdin-" in ran.out
-    rows = b"id,Review\n" + b"".join(b"%d,a sea %d\n" % (n, n) for n in range(90))
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(rows), isatty=bool))
-    token_options = ("--tokenizer", "bpe", "--vocab-size", "300", "--column", "Review")
-    assert "90 documents" in cli("upload-data", "-", token_options).good.err
-    rows = rows.replace(b"Review", b"text")
-    for options, fact in (((), "is a table, and records"), (BPE, "90 documents")):
-        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(rows), isatty=bool))
-        assert fact in cli("upload-data", "-", options).err
-    for text, fact in ((b"Rev, a\n", "records, and - is plain"), (b"%PDF-1", "`pdftotext FILE`")):
-        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(text), isatty=bool))
-        assert cli("upload-data", "-", "--column", "Review").failed(2, fact)
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(lines), isatty=bool))
-    assert cli("upload-data", "-").failed(2, "`sm-nanogpt upload-data - --tokenizer bpe`")
+LINES = b'{"text": "a sea"}\n' * 90
+TABLE = b"id,Review\n" + b"1,a sea\n" * 90
 
 
-def test_a_table_of_standard_input_is_never_silent(cli, monkeypatch):
-    rows = b"id,body\n" + b"".join(b"%d,a sea %d\n" % (n, n) for n in range(90))
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(rows), isatty=bool))
+@pytest.mark.parametrize(
+    ("content", "column", "format"),
+    [
+        (LINES, "text", "JSON"),
+        (gzip.compress(LINES), "text", "JSON"),
+        (b"[%s]" % LINES.strip().replace(b"\n", b","), "text", "JSON"),
+        (TABLE, "Review", "a table"),
+        (TABLE.replace(b"Review", b"text"), "text", "a table"),
+        (TABLE, "text", "plain text"),
+    ],
+)
+def test_a_text_without_a_name_is_known_by_its_content(content, column, format, tmp_path):
+    (tmp_path / "stdin").write_bytes(content)
+    assert detect_file(tmp_path / "stdin", column=column).format.name == format
+
+
+def test_standard_input_is_uploaded(cli, type_in):
+    type_in(b"".join(b'{"text": "%d %s"}\n' % (n, b"a sea " * 20) for n in range(30)))
+    ran = cli("upload-data", "-", BPE).good
+    assert "30 documents" in ran.err
+    assert "/data/stdin-" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "fact"),
+    [
+        (LINES, [], "`sm-nanogpt upload-data - --tokenizer bpe`"),
+        (b"Rev, a\n", ["--column", "Review"], "records, and - is plain"),
+        (b"%PDF-1", [], "`pdftotext FILE`"),
+    ],
+)
+def test_a_refusal_names_standard_input(cli, type_in, content, options, fact):
+    type_in(content)
+    assert cli("upload-data", "-", options).failed(2, fact)
+
+
+def test_a_table_of_standard_input_is_never_silent(cli, type_in):
+    type_in(b"id,body\n" + b"".join(b"%d,a sea %d\n" % (n, n) for n in range(90)))
     err = cli("upload-data", "-", BPE).good.err
     assert "-: looks like a table, but is read as text; `--tokenizer bpe --column NAME`" in err
 
@@ -273,5 +303,7 @@ def test_an_error_names_the_source_not_its_copy(hub, home):
 
 
 def test_what_is_copied_has_a_name():
-    names = ("hf://datasets/me/notes@main/data/a.txt", "-", "a/b.txt", "s3://bucket/texts")
-    assert [name_of(word) for word in names] == ["notes", "stdin", "b.txt", "texts"]
+    assert name_of("hf://datasets/me/notes@main/data/a.txt") == "notes"
+    assert name_of("-") == "stdin"
+    assert name_of("a/b.txt") == "b.txt"
+    assert name_of("s3://bucket/texts") == "texts"

@@ -16,6 +16,8 @@ import pytest
 from texts import LONG, stored
 
 from sm_nanogpt import InputError, upload_data
+from sm_nanogpt.launcher.text.files import find_files, warn_of_held_out
+from sm_nanogpt.launcher.text.sources import TextSource
 
 URL = "https://127.0.0.1:9/a"
 
@@ -79,15 +81,17 @@ def test_files_for_tests_are_warned_about(cli, tmp_path):
         (("driving-test.txt", "notes.txt"), ""),
     ],
 )
-def test_a_last_word_names_a_test_beside_training(cli, tmp_path, names, expected):
+def test_a_last_word_names_a_test_beside_training(tmp_path, names, expected, caplog):
     for name in names:
-        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "texts" / name).write_text(name + LONG)
-    ran = cli("upload-data", "texts").good
-    assert ("trained on too" in ran.err) == bool(expected)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    warn_of_held_out(find_files([TextSource(tmp_path)]))
     if expected:
-        assert f"trained on too: {expected}; `--exclude {expected}` leaves them out" in ran.err
-        assert expected not in cli("upload-data", "texts", "--exclude", expected).good.err
+        (record,) = caplog.records
+        assert record.getMessage().endswith(f"trained on too: {expected}")
+        assert vars(record)["globs"] == [expected]
+    else:
+        assert not caplog.records
 
 
 def test_advice_is_for_files_that_were_looked_at(cli, notes):

@@ -20,6 +20,7 @@ import launching
 import pytest
 import torch
 from runs import SMALL, command_line, metrics, run
+from talks import exchange
 from token_texts import BPE, FOX, corpus_of, documents_of, encode_text, ids_of, stories
 
 from sm_nanogpt import InputError, upload_data
@@ -38,35 +39,34 @@ from sm_nanogpt.launcher.text.corpus import send
 from sm_nanogpt.launcher.text.reading import File
 from sm_nanogpt.launcher.text.tokenizer import END_OF_TEXT
 
-QWEN_3_5 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
 # -- shards ----------------------------------------------------------------------------------------
 
 
 def test_a_tenth_of_the_documents_validates(token_upload):
     corpus = corpus_of(token_upload)
-    trained, validated = (documents_of(corpus, part) for part in (corpus.train, corpus.val))
+    trained = documents_of(corpus, corpus.train)
+    validated = documents_of(corpus, corpus.val)
     assert sorted(trained + validated) == sorted(stories(300))
     assert trained != stories(300)[: len(trained)]  # they are shuffled
     assert 25 <= len(validated) <= 35
 
 
 def test_a_vocabulary_beyond_uint16_has_ids_of_uint32(token_upload, documents, document, tmp_path):
-    end, vocabulary = document["added_tokens"][0], document["model"]["vocab"]
-    end_id, last = end["id"], 1 << 16
-    vocabulary |= {f"{number}a": number for number in range(len(vocabulary) + 1, last)}
+    """The end of a text moves to the first id that uint16 lacks; all others stay."""
+    end = document["added_tokens"][0]
+    earlier_id = end["id"]
+    end["id"] = 1 << 16
+    vocabulary = document["model"]["vocab"]
     vocabulary.pop(end["content"], None)
-    end["id"] = last
-    tokenizer = Tokenizer(document, END_OF_TEXT)
-    large = corpus_of(encode_text(documents, tokenizer, tmp_path))
+    for number in range(len(vocabulary) + 2, 1 << 16):
+        vocabulary[f"{number}a"] = number
+    encode_text(documents, Tokenizer(document, END_OF_TEXT), tmp_path)
     assert json.loads((tmp_path / "meta.json").read_text())["dtype"] == "uint32"
+    large = corpus_of(tmp_path)
     ids = large.train[0 : len(large.train)].tolist()
-    assert last in ids
-    assert [end_id if id == last else id for id in ids] == ids_of(corpus_of(token_upload).train)
+    assert 1 << 16 in ids
+    with_earlier_end = [earlier_id if id == 1 << 16 else id for id in ids]
+    assert with_earlier_end == ids_of(corpus_of(token_upload).train)
 
 
 @pytest.mark.parametrize(
@@ -80,28 +80,43 @@ def test_the_longest_document_is_trained_on(lengths, validates):
     assert sorted(parts["train"] + parts["val"]) == list(range(len(lengths)))
 
 
-@pytest.mark.parametrize("field", ["text", "messages"])
-def test_copies_are_all_in_one_part(field, tmp_path, cli):
-    def line(text: str) -> str:
-        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": FOX}]
-        return json.dumps({field: text if field == "text" else turns}) + "\n"
+def text_of(number: int) -> dict[str, Any]:
+    return {"text": f"{number}: {FOX}"}
 
-    lines = [line(f"{number}: {FOX}") for number in range(60)]
+
+def chat_of(number: int) -> dict[str, Any]:
+    return {"messages": exchange(f"{number}: {FOX}", FOX)}
+
+
+@pytest.mark.parametrize(
+    ("record_of", "kind", "type_code"),
+    [(text_of, "documents", "H"), (chat_of, "conversations", "i")],
+)
+def test_copies_are_all_in_one_part(record_of, kind, type_code, tmp_path, cli):
+    lines = [f"{json.dumps(record_of(number))}\n" for number in range(60)]
     (tmp_path / "twice.jsonl").write_text("".join(lines + lines))
-    ran = cli("upload-data", tmp_path / "twice.jsonl", "--tokenizer", "bpe")
-    kind = "documents" if field == "text" else "conversations"
+    ran = cli("upload-data", tmp_path / "twice.jsonl", BPE).good
     assert f"60 of 120 {kind} are copies; each is in the same part as its original" in ran.err
-    parts = []
-    for part in ("train", "val"):
-        content = (stored(ran.out.strip()) / f"{part}-00000.bin").read_bytes()
-        ids = list(array("H" if field == "text" else "i", content))
-        ends = [at for at, id in enumerate(ids) if id == ids[-1]]
-        parts.append([tuple(ids[a + 1 : b]) for a, b in itertools.pairwise([-1, *ends])])
-    trained, validated = parts
+    directory = stored(ran.out.strip())
+    trained = encoded_documents(directory / "train-00000.bin", type_code)
+    validated = encoded_documents(directory / "val-00000.bin", type_code)
     assert len(trained) + len(validated) == 120
     assert len(set(trained + validated)) == 60
     assert 8 <= len(validated) <= 14
     assert not set(trained) & set(validated)
+
+
+def encoded_documents(path: Path, type_code: str) -> list[tuple[int, ...]]:
+    """The ids of each document in a file, with those of its end."""
+    ids = array(type_code, path.read_bytes())
+    end = ids[-1]
+    encoded: list[tuple[int, ...]] = []
+    begin = 0
+    for index, id in enumerate(ids, 1):
+        if id == end:
+            encoded.append(tuple(ids[begin:index]))
+            begin = index
+    return encoded
 
 
 def test_documents_that_are_all_equal_are_refused(tmp_path, cli):
@@ -127,15 +142,22 @@ def test_the_last_tenth_of_a_single_text_validates(tmp_path, tokenizer, text_fil
 
 def test_shards_hold_what_one_file_would(documents, token_upload, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "SHARD_BYTES", 5000)
-    whole, cut = corpus_of(token_upload), corpus_of(encode_text(documents, tokenizer, tmp_path))
+    encode_text(documents, tokenizer, tmp_path)
     assert len(list(tmp_path.glob("train-*.bin"))) > 3
-    assert ids_of(cut.val) == ids_of(whole.val)
-    ids = ids_of(whole.train)
-    assert ids_of(cut.train) == ids
-    for corpus in (whole, cut):
-        batches = Batches(corpus.train, Config(block_size=64, batch_size=8), torch.device("cpu"))
-        starts = batches.window_starts(3).tolist()
-        assert batches.rows(3, 0, 1)[0].tolist() == [ids[start : start + 64] for start in starts]
+    sharded = corpus_of(tmp_path)
+    whole = corpus_of(token_upload)
+    assert ids_of(sharded.val) == ids_of(whole.val)
+    assert ids_of(sharded.train) == ids_of(whole.train)
+
+
+def test_windows_may_lie_across_shards(documents, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "SHARD_BYTES", 5000)
+    corpus = corpus_of(encode_text(documents, tokenizer, tmp_path))
+    ids = ids_of(corpus.train)
+    batches = Batches(corpus.train, Config(block_size=64, batch_size=8), torch.device("cpu"))
+    rows = batches.rows(3, 0, 1)[0].tolist()
+    for start, row in zip(batches.window_starts(3).tolist(), rows, strict=True):
+        assert row == ids[start : start + 64]
 
 
 def test_eval_fetches_only_the_first_shard_of_a_part(documents, home, s3, monkeypatch, caplog):
@@ -143,34 +165,32 @@ def test_eval_fetches_only_the_first_shard_of_a_part(documents, home, s3, monkey
     monkeypatch.setattr(tokens, "SHARD_BYTES", 5000)
     caplog.set_level(logging.INFO, "sm_nanogpt")
     uri = upload_data(documents, tokenizer="bpe", vocab_size=300).uri
-    settings, fetched = load_settings(), list[str]()
+    settings = load_settings()
+    names: list[str] = []
     fetch_file = S3Location.fetch_file
 
     def fetch(self: S3Location, name: str, *arguments: Any) -> None:
-        fetched.append(name)
+        names.append(name)
         fetch_file(self, name, *arguments)
 
     monkeypatch.setattr(S3Location, "fetch_file", fetch)
     data = {"data": Channel("plays", uri, None, [])}
     caplog.clear()
-    begin = channels.corpus_of(data, settings, begins_only=True)
-    assert [name for name in fetched if name.endswith(".bin")] == [
-        "train-00000.bin",
-        "val-00000.bin",
-    ]
+    beginning = channels.corpus_of(data, settings, begins_only=True)
+    shards = [name for name in names if name.endswith(".bin")]
+    assert shards == ["train-00000.bin", "val-00000.bin"]
     assert re.fullmatch(r"plays: copying \d+\.\dkB", caplog.messages[0])
     whole = channels.corpus_of(data, settings)
-    assert len(begin.train) < len(whole.train)
-    assert ids_of(begin.train) == ids_of(whole.train)[: len(begin.train)]
+    assert len(beginning.train) < len(whole.train)
+    assert ids_of(beginning.train) == ids_of(whole.train)[: len(beginning.train)]
 
 
-def shards(part: str, *names: Any, **values: Any) -> Callable[[Path], None]:
-    """A change of what meta.json says of the first shard of a part, or more shards."""
+def change_shard(**values: Any) -> Callable[[Path], None]:
+    """A change of what meta.json says of the first shard for training."""
 
     def change(directory: Path) -> None:
         meta = json.loads((directory / "meta.json").read_text())
-        meta[part]["shards"][0].update(values)
-        meta[part]["shards"] += names
+        meta["train"]["shards"][0].update(values)
         (directory / "meta.json").write_text(json.dumps(meta))
 
     return change
@@ -184,13 +204,11 @@ def put_an_id_beyond_the_vocabulary(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda d: (d / "train-00000.bin").write_bytes(b"12"), "its size is not that in meta"),
         (lambda d: (d / "meta.json").write_bytes(b"{}"), "meta.json cannot be read: KeyError"),
         (lambda d: (d / "tokenizer.json").write_bytes(b"{}"), "tokenizer.json is no tokenizer of"),
         (lambda d: (d / "val-00000.bin").unlink(), "val-00000.bin is missing"),
-        (shards("train", name="../other/train-00000.bin.1"), "sub/train-00000.bin.1 is missing"),
-        (shards("train", name=7), "meta.json cannot be read: TypeError"),
-        (shards("train", tokens=-1), "its size is not that in meta"),
+        (change_shard(name="../other/train-00000.bin.1"), "sub/train-00000.bin.1 is missing"),
+        (change_shard(tokens=-1), "its size is not that in meta"),
         (put_an_id_beyond_the_vocabulary, "train-00000.bin has ids beyond the"),
     ],
 )
@@ -218,23 +236,26 @@ def trained(token_upload, tmp_path_factory):
     return outputs
 
 
+def train_losses(out: Path) -> list[float]:
+    return [row["train_loss"] for row in metrics(out / "output")]
+
+
 def test_any_number_of_ranks_sees_the_same_tokens(trained):
-    one, two = (
-        [row["train_loss"] for row in metrics(out / "output")] for out, _ in trained.values()
-    )
-    assert one == pytest.approx(two, abs=1e-5)
+    one, _ = trained[1]
+    two, _ = trained[2]
+    assert train_losses(one) == pytest.approx(train_losses(two), abs=1e-5)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_on_shards_resumes_to_the_same_bits(trained, tmp_path, processes):
-    whole, half = trained[processes][0], tmp_path / "half"
+def test_a_run_on_shards_resumes_to_the_same_bits(trained, tmp_path):
+    whole, _ = trained[2]
+    half = tmp_path / "half"
     shutil.copytree(whole, half)
     shutil.rmtree(half / "model")
     max((half / "checkpoints").glob("checkpoint-*")).unlink()
     ended = run(command_line(resume=half), cwd=tmp_path)
     assert "resumed from the checkpoint of step 9" in ended.output
-    files = [out / "model/model.safetensors" for out in (whole, half)]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    weights = (half / "model/model.safetensors").read_bytes()
+    assert weights == (whole / "model/model.safetensors").read_bytes()
 
 
 def test_bits_per_byte_count_the_predicted_bytes(token_upload, trained):
@@ -274,6 +295,13 @@ def uploaded(documents, home):
     return upload_data(documents, Settings(home=home), tokenizer="bpe", vocab_size=400)
 
 
+@pytest.fixture(scope="module")
+def uploaded_elsewhere(documents, tmp_path_factory):
+    """The same, in a home that no test changes."""
+    settings = Settings(home=tmp_path_factory.mktemp("elsewhere"))
+    return upload_data(documents, settings, tokenizer="bpe", vocab_size=400)
+
+
 def stored(uri: str) -> Path:
     directory = local_path(uri)
     assert directory is not None
@@ -288,8 +316,8 @@ def test_an_upload_of_tokens_is_recognized(documents, home, uploaded):
     assert again.uri == uploaded.uri
     other = upload_data(documents, settings, tokenizer=stored(uploaded.uri))
     assert other.uri != uploaded.uri
-    sizes = [(each.train_tokens, each.val_tokens) for each in (uploaded, other)]
-    assert sizes[0] == sizes[1]
+    assert other.train_tokens == uploaded.train_tokens
+    assert other.val_tokens == uploaded.val_tokens
 
 
 def test_a_model_of_tokens_is_trained_and_sampled(documents, home, cli):
@@ -306,7 +334,6 @@ def test_a_model_of_tokens_is_trained_and_sampled(documents, home, cli):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ("--data TOKENS --validation a.txt", "it holds tokens, with their own val"),
         ("--data a.txt --validation TOKENS", "it holds tokens, with their own val"),
         ("--data a.txt --validation b.txt --set block_size=5000", "b.txt: .* has 4500 characters"),
         ("--data b.txt --set block_size=450", "b.txt: the validation text has 450 characters"),
@@ -316,15 +343,17 @@ def test_a_model_of_tokens_is_trained_and_sampled(documents, home, cli):
         ("--data TOKENS --set vocab_size=300", "different tokens, more than vocab_size"),
     ],
 )
-def test_a_launch_refuses_what_the_run_would(arguments, reason, home, uploaded, tmp_path, cli):
+def test_a_launch_refuses_what_the_run_would(
+    arguments, reason, home, uploaded_elsewhere, tmp_path, cli
+):
     (tmp_path / "a.txt").write_text(FOX * 1200)
     (tmp_path / "b.txt").write_text(FOX * 100)
-    files_before = launching.tree(home)
-    ran = cli("launch", "--instance", "local", arguments.replace("TOKENS", uploaded.uri).split())
+    words = arguments.replace("TOKENS", uploaded_elsewhere.uri).split()
+    ran = cli("launch", "--instance", "local", words)
     assert ran.code == 2
     assert ran.err.count("\n") == 1
     assert re.search(reason, ran.error)
-    assert launching.tree(home) == files_before
+    assert launching.tree(home) == set()
 
 
 def test_a_launch_refuses_too_many_characters(text_file, monkeypatch, cli):

@@ -50,9 +50,9 @@ def name_of(uri: str) -> str:
 def test_data_lists_uploads_and_the_jobs_that_read_them(cli, reader, upload, tmp_path):
     (tmp_path / "tale.txt").write_text("Once upon a time. " * 500)
     tokens = cli("upload-data", "tale.txt", "--tokenizer", "bpe", "--vocab-size", "300").out.strip()
-    both = {each["uri"]: each for each in json.loads(cli("data", "--json").good.out)}
-    assert both.keys() == {upload, tokens}
-    text, tale = both[upload], both[tokens]
+    tale, text = json.loads(cli("data", "--json").good.out)  # the newest first
+    assert text["uri"] == upload
+    assert tale["uri"] == tokens
     size = files_of(upload)[0].stat().st_size
     assert text["kind"] == "text"
     assert text["size"] == size
@@ -65,7 +65,7 @@ def test_data_lists_uploads_and_the_jobs_that_read_them(cli, reader, upload, tmp
     shown = cli("data").good
     assert reader.job_id[-6:] in shown.out and name_of(upload) in shown.out
     assert shown.err == f"`sm-nanogpt launch` without --data takes {tokens}\n"
-    assert [uploads()[0].uri, uploads()[1].uri] == [*both]
+    assert [stored.uri for stored in uploads()] == [tokens, upload]
 
 
 def test_without_an_upload_data_says_how_to_begin(cli):
@@ -136,21 +136,18 @@ def test_delete_takes_a_part_of_an_uploads_name(cli, upload, tmp_path):
     other = cli("upload-data", tmp_path / f"{stem}-b.txt").good.out.strip()
     assert cli("delete", f"{stem}-", "--yes").failed(2, name, name_of(other))
     assert f"{stem} is upload {name}\n" in cli("delete", stem, "--yes").good.err
-    assert [each.uri for each in uploads()] == [other]
+    (remaining,) = uploads()
+    assert remaining.uri == other
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["input-000000000000"],
-        ["{name}", "input-000000000000"],
-        ["{name}", "{job}"],
-        ["{name}", "--keep-model"],
-    ],
-)
-def test_delete_of_wrong_names_deletes_nothing(cli, job, upload, arguments):
-    names = [word.format(name=name_of(upload), job=job.job_id) for word in arguments]
-    assert cli("delete", names, "--yes").failed(2)
+@pytest.mark.parametrize("other", ["input-000000000000", "--keep-model"])
+def test_delete_of_wrong_names_deletes_nothing(cli, upload, other):
+    assert cli("delete", name_of(upload), other, "--yes").failed(2)
+    assert find_upload(upload, Settings()) is not None
+
+
+def test_jobs_and_uploads_are_deleted_by_two_commands(cli, job, upload):
+    assert cli("delete", name_of(upload), job.job_id, "--yes").failed(2, "in another command")
     assert find_upload(upload, Settings()) is not None
 
 
@@ -279,12 +276,17 @@ def test_a_part_of_several_names_is_refused_with_them(two_uploads, monkeypatch, 
         find_text("fox-", load_settings())
 
 
-@pytest.mark.parametrize("text", ["fix", "Fox", "fix-123456789012"])
+@pytest.mark.parametrize("word", ["fix", "Fox", "fix-123456789012"])
+def test_a_word_of_nothing_is_no_upload(two_uploads, monkeypatch, tmp_path, word):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=f"neither a file nor an upload {word}"):
+        find_text(word, load_settings())
+
+
 @pytest.mark.parametrize("option", ["--data", "--validation"])
-def test_a_word_of_nothing_is_no_path_that_the_user_meant(two_uploads, cli, option, text):
-    command = ("launch", "--instance", "local", "--data", two_uploads[0], option, text)
-    ran = cli(command)
-    assert ran.failed(2, f"neither a file nor an upload {text};", "`sm-nanogpt data`")
+def test_a_word_of_nothing_is_no_path_that_the_user_meant(two_uploads, cli, option):
+    ran = cli("launch", "--instance", "local", "--data", two_uploads[0], option, "fix")
+    assert ran.failed(2, "neither a file nor an upload fix;", "`sm-nanogpt data`")
     assert str(Path.cwd()) not in ran.error
 
 
