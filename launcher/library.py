@@ -201,7 +201,7 @@ class Job(TrackedJob):
         run kept, as many as make at most 20 MB). Raises InputError if an edited folder computes
         the model, or more than one moment is asked for and the run kept none.
         """
-        from sm_nanogpt.launcher.views.model_page import save_model_page
+        from sm_nanogpt.launcher.views.saved_page import save_model_page
 
         file = path_of(plain(path) or f"model-{self.id}.html")
         model, tokenizer = self._loaded

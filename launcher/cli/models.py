@@ -256,11 +256,8 @@ def save_model(
 ) -> None:
     """Write a model as one page, say what it holds, and print its path."""
     from sm_nanogpt.launcher.views.model_card import job_behind
-    from sm_nanogpt.launcher.views.model_page import (
-        SLOW_PARAMETERS,
-        count_parameters,
-        save_model_page,
-    )
+    from sm_nanogpt.launcher.views.model_page import SLOW_PARAMETERS, count_parameters
+    from sm_nanogpt.launcher.views.saved_page import save_model_page
 
     settings = settings_of()
     directory, loaded, tokenizer = open_model(model, settings, entry_point)

@@ -12,11 +12,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import logging
 import re
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,31 +23,11 @@ from typing import Any
 from torch import Tensor
 
 from sm_nanogpt.entry_point.model import GPT
-from sm_nanogpt.entry_point.text import Corpus, Tokenizer
-from sm_nanogpt.launcher.description import JobDescription
+from sm_nanogpt.entry_point.text import Tokenizer
 from sm_nanogpt.launcher.errors import InputError
-from sm_nanogpt.launcher.files.storage import write_bytes
-from sm_nanogpt.launcher.judge.anchors import as_tensor, longest_run
-from sm_nanogpt.launcher.judge.evaluate import training_corpus
-from sm_nanogpt.launcher.judge.rounding import Rounding, bits_per_byte, round_weights
-from sm_nanogpt.launcher.judge.texts import TRAINING_BYTES
 from sm_nanogpt.launcher.models.encoder import pattern_of
 from sm_nanogpt.launcher.models.load import is_edited
-from sm_nanogpt.launcher.models.moments import Moment, read_moments, spread
-from sm_nanogpt.launcher.models.quantization import (
-    BITS,
-    GROUP,
-    Quantized,
-    quantize_model,
-    with_quantized_weights,
-)
-from sm_nanogpt.launcher.models.sample import stream_samples
-from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.text.ids import content_of
-from sm_nanogpt.launcher.values import megabytes
-from sm_nanogpt.launcher.views.model_card import card_for
-
-logger = logging.getLogger(__name__)
+from sm_nanogpt.launcher.models.quantization import GROUP, Quantized
 
 TEMPLATE = Path(__file__).with_name("model.html")
 ENGINE = Path(__file__).with_name("engine.js")
@@ -58,28 +37,9 @@ SCRIPT = Path(__file__).with_name("model_page.js")
 SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # groups of flags are new in JavaScript
 
-SAMPLES, SAMPLE_TOKENS = 100, 500  # in which copies of the training text are looked for
-COPIES_BYTES = 200  # what the card's line of copies adds to a page, and more
 SLOW_PARAMETERS = 30_000_000  # with more, a browser writes slower than one reads
-MOMENTS_BYTES = 20_000_000  # of a page to which moments are added unasked; mails take few more
-UNMEASURED = "neither the cost of rounding nor copies are measured"  # without its text
 GZIP = 31  # its header and its largest window, as zlib counts
 ANY_CHARACTER = "[^]"  # in JavaScript
-
-
-@dataclass(frozen=True)
-class SavedPage:
-    """What a saved page is: its bytes, how its weights are rounded, and the bytes of the longest
-    run of its samples that its training text has, or None if that text is not here.
-
-    `moments` says which steps of the training it shows, or why it shows none.
-    """
-
-    path: Path
-    size: int
-    rounding: Rounding
-    copied: int | None
-    moments: str
 
 
 @dataclass(frozen=True)
@@ -89,155 +49,6 @@ class PageMoment:
     step: int
     loss: float | None
     parameters: Mapping[str, Quantized | Tensor]
-
-
-def save_model_page(
-    name: str,
-    directory: Path,
-    model: GPT,
-    tokenizer: Tokenizer,
-    path: Path,
-    settings: Settings,
-    job: JobDescription | None,
-    bits: int | None,
-    n_moments: int | None,
-) -> SavedPage:
-    """Write the model of a directory as save_page does, with all that is known of it here.
-
-    name is what the user calls the model: a job, or a directory. job is the job that made it, or
-    None if no job did; without its text, a warning says what is not measured.
-    """
-    return save_page(
-        model,
-        tokenizer,
-        training_corpus(name, directory, settings, UNMEASURED),
-        path,
-        title=job.name or job.job_id if job else name,
-        card=card_for(directory, job),
-        bits=bits,
-        limit=job.page_limit if job else None,
-        moments=read_moments(directory, model),
-        n_moments=n_moments,
-    )
-
-
-def save_page(
-    model: GPT,
-    tokenizer: Tokenizer,
-    corpus: Corpus | None,
-    path: Path,
-    title: str,
-    card: Mapping[str, str],
-    bits: int | None = None,
-    limit: int | None = None,
-    moments: Sequence[Moment] = (),
-    n_moments: int | None = None,
-) -> SavedPage:
-    """Write a model as one HTML page; `corpus` is the text that it has learned from.
-
-    limit is what the page may have, in bytes: to stay below it, the weights may have fewer bits
-    than they should, unless `bits` says how many. The page shows `n_moments` of the moments, of
-    which the model is the last; by default as many as the limit, or else MOMENTS_BYTES, allows.
-
-    Raises InputError if an edited folder computes the model, its tokenizer is of a kind that the
-    page does not know, it cannot be so small, there are no moments to show, or the file cannot be
-    written.
-    """
-    check_model(model)
-    if n_moments is not None and n_moments > 1 and not moments:
-        raise InputError(f"the run kept no moments; train one with moments={n_moments}")
-
-    def write(
-        rounding: Rounding, copies: str = "", page_moments: Sequence[PageMoment] = ()
-    ) -> bytes:
-        facts = {**card, "weights": str(rounding), "copies": copies}
-        facts = {label: text for label, text in facts.items() if text}
-        return page_of(model, rounding.parameters, tokenizer, title, facts, page_moments).encode()
-
-    rounding = round_weights(model, corpus, bits)
-    if limit is not None and bits is None:
-        rounding = round_within(limit, rounding, model, corpus, write)
-    copied, copies = None, ""
-    if corpus is not None:
-        rounded = with_quantized_weights(model, rounding.parameters)
-        copied = longest_copy(rounded, tokenizer, corpus)
-        copies = f"at most {copied} bytes in a row of {SAMPLES} samples stand in its text"
-    content = write(rounding, copies)
-    page_limit = MOMENTS_BYTES if limit is None else limit
-    n_shown = page_limit // len(content) if n_moments is None else n_moments
-    shown = spread(moments, n_shown)
-    rounded_moments: dict[int, PageMoment] = {}  # by their step, as fewer may fit
-    while len(shown) > 1:
-        for moment in shown[:-1]:
-            if moment.step not in rounded_moments:
-                rounded_moments[moment.step] = round_moment(moment, corpus, rounding.bits)
-        end = PageMoment(shown[-1].step, rounding.rounded_loss, rounding.parameters)
-        earlier = [rounded_moments[moment.step] for moment in shown[:-1]]
-        larger = write(rounding, copies, [*earlier, end])
-        if n_moments is not None or len(larger) <= page_limit:
-            content = larger
-            break
-        shown = spread(moments, len(shown) - 1)
-    write_bytes(str(path), content)
-    description = describe_moments(
-        [moment.step for moment in shown], len(moments), page_limit if n_moments is None else None
-    )
-    return SavedPage(path, len(content), rounding, copied, description)
-
-
-def round_moment(moment: Moment, corpus: Corpus | None, bits: int) -> PageMoment:
-    """A moment in so many bits a weight."""
-    parameters = quantize_model(moment.model, bits)
-    loss = None
-    if corpus is not None:
-        loss = bits_per_byte(with_quantized_weights(moment.model, parameters), corpus)
-    return PageMoment(moment.step, loss, parameters)
-
-
-def describe_moments(steps: Sequence[int], n_kept: int, limit: int | None) -> str:
-    """Which of the kept moments a page shows; not all, if its limit, in bytes, is too small."""
-    if not n_kept:
-        return "the run kept none"
-    shown = "the end alone"
-    if len(steps) > 1:
-        shown = f"of steps {', '.join(map(str, steps))}"
-    if len(steps) == n_kept:
-        return shown
-    if limit is not None:
-        return f"{shown}, as all {n_kept} would make over {megabytes(limit)}"
-    return f"{shown}; the run kept {n_kept}"
-
-
-def round_within(
-    limit: int,
-    rounding: Rounding,
-    model: GPT,
-    corpus: Corpus | None,
-    write: Callable[[Rounding], bytes],
-) -> Rounding:
-    """The weights as they are rounded, or in fewer bits, so that their page stays below a limit.
-
-    `write` makes the page. Raises InputError if the fewest bits are too many.
-    """
-    size = len(write(rounding)) + COPIES_BYTES
-    while size > limit:
-        excess = f"with {rounding.bits} bits a weight the page has {megabytes(size)}"
-        if rounding.bits == min(BITS):
-            problem = f"{excess}, and its job was launched for {megabytes(limit)}"
-            raise InputError(problem, "bits-over-limit")
-        logger.info(f"{excess}, and its job was launched for {megabytes(limit)}: fewer bits")
-        rounding = round_weights(model, corpus, rounding.bits - 1)
-        size = len(write(rounding)) + COPIES_BYTES
-    return rounding
-
-
-def longest_copy(model: GPT, tokenizer: Tokenizer, corpus: Corpus) -> int:
-    """The bytes of the longest run of a model's samples that its training text has too."""
-    samples = [""] * SAMPLES
-    for pieces in stream_samples(model, tokenizer, None, SAMPLE_TOKENS, SAMPLES):
-        samples = [sample + piece for sample, piece in zip(samples, pieces, strict=True)]
-    training = as_tensor(content_of(corpus.train, tokenizer.words, TRAINING_BYTES))
-    return longest_run(training, [as_tensor(sample.encode()) for sample in samples])
 
 
 def page_of(

@@ -28,10 +28,21 @@ from sm_nanogpt.launcher.models.quantization import quantize_model, with_quantiz
 from sm_nanogpt.launcher.models.sample import encode_prompt
 from sm_nanogpt.launcher.text.reading import detect_file
 from sm_nanogpt.launcher.text.tokenizer import END_OF_TEXT, learn_tokenizer
-from sm_nanogpt.launcher.views import model_page
-from sm_nanogpt.launcher.views.model_page import PageMoment, page_of, save_page
+from sm_nanogpt.launcher.views import saved_page
+from sm_nanogpt.launcher.views.model_page import PageMoment, page_of
+from sm_nanogpt.launcher.views.saved_page import save_page
 
 LETTERS = tokenizer_of("abcdefghij\n")
+N_IDS = 200  # far beyond the contexts of the models here
+
+
+@pytest.fixture(autouse=True)
+def few_samples(monkeypatch):
+    """In which copies of the training text are looked for: drawing them takes most of the time."""
+    monkeypatch.setattr(saved_page, "SAMPLES", 2)
+    monkeypatch.setattr(saved_page, "SAMPLE_TOKENS", 20)
+
+
 CONFIGS = {
     "plain": Config(n_layer=2, n_head=2, n_embd=16, block_size=8),
     "shared keys": Config(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, block_size=16),
@@ -82,8 +93,8 @@ def test_the_page_writes_what_the_sampler_writes(name, tmp_path):
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     page = page_of(model, weights, LETTERS, "a model", {})
     prompt = [3, 1, 4, 1, 5]
-    ids = run(page, GREEDY % (prompt, 1000), tmp_path)
-    assert ids == greedy_ids(model, prompt, 1000)
+    ids = run(page, GREEDY % (prompt, N_IDS), tmp_path)
+    assert ids == greedy_ids(model, prompt, N_IDS)
 
 
 def test_the_page_computes_with_the_quantized_weights(tmp_path):
@@ -145,13 +156,12 @@ def test_the_page_continues_a_text_as_the_sampler(chats, tokenizer, tmp_path):
     page = page_of(model, weights, tokenizer, "a model", {})
     if chats:
         prompt = Chat(model, tokenizer).fit([Message("user", "How are you?")], 1).ids
-        code = (
-            """tokenizer.encodeConversation([{role: "user", content: "How are you?"}], 64, 1).ids"""
-        )
+        messages = '[{role: "user", content: "How are you?"}]'
+        code = f"tokenizer.encodeConversation({messages}, 64, 1).ids"
     else:
         prompt = encode_prompt(tokenizer, "How are you?", 64)
         code = """tokenizer.encode("How are you?")"""
-    assert run(page, GREEDY % (code, 1000), tmp_path) == greedy_ids(model, prompt, 1000)
+    assert run(page, GREEDY % (code, N_IDS), tmp_path) == greedy_ids(model, prompt, N_IDS)
 
 
 def random_strings(count: int) -> list[str]:
@@ -247,8 +257,8 @@ def test_each_moment_writes_what_the_sampler_writes(tmp_path):
         for parameter in earlier.parameters():
             parameter.copy_(parameter.flip(0))
     moments = [
-        PageMoment(step, loss, quantize_model(model, bits=5))
-        for step, loss, model in ((0, 8.0, earlier), (7, None, end))
+        PageMoment(0, 8.0, quantize_model(earlier, bits=5)),
+        PageMoment(7, None, quantize_model(end, bits=5)),
     ]
     page = page_of(end, moments[-1].parameters, LETTERS, "a model", {}, moments)
     assert run(page, "header.moments", tmp_path) == [
@@ -289,10 +299,11 @@ def test_play_saves_a_page_and_says_what_it_holds(job, cli, tmp_path):
 
 
 def test_a_page_takes_the_moments_that_fit_it(job, cli, monkeypatch):
-    monkeypatch.setattr(model_page, "MOMENTS_BYTES", 400_000)
+    monkeypatch.setattr(saved_page, "MOMENTS_BYTES", 400_000)
     page = Job(job.job_id).page("some.html")
-    n_moments = page.read_text().count('class="moment"')
-    assert 0 < n_moments < 7
+    content = page.read_text()
+    assert content.startswith("<!doctype html>")
+    assert 0 < content.count('class="moment"') < 7
     assert page.stat().st_size < 400_000
 
 
@@ -324,11 +335,6 @@ def test_a_model_of_an_edited_folder_has_no_page(tmp_path):
     with pytest.raises(InputError, match="edited"):
         save_page(model, LETTERS, None, tmp_path / "a.html", "a model", {})
     assert not list(tmp_path.iterdir())
-
-
-def test_a_job_in_python_writes_its_page(job, home):
-    path = Job(job.job_id).page("model.html")
-    assert path.read_text().startswith("<!doctype html>")
 
 
 # -- in at most so many bytes ----------------------------------------------------------------------
@@ -366,9 +372,6 @@ def test_bits_that_are_asked_for_go_over_the_limit(tmp_path):
 
 
 def test_play_saves_a_page_within_the_limit_of_its_job(job, cli, home):
-    limit = 1_500_000
-    name = copy_job(job, f"{job.job_id}-2", page_limit=limit)
-    assert "launched for" not in cli("play", name, "--save", "a.html").good.err
     copy_job(job, f"{job.job_id}-3", page_limit=10_000)
     refused = cli("play", f"{job.job_id}-3", "--save", "b.html")
     assert refused.failed(2, "its job was launched for 0.01 MB; --bits 4 writes it all the same")

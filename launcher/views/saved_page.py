@@ -1,0 +1,231 @@
+"""A model as a file: its page, in as many bits and with as many moments as it may have."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.entry_point.text import Corpus, Tokenizer
+from sm_nanogpt.launcher.description import JobDescription
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files.storage import write_bytes
+from sm_nanogpt.launcher.judge.anchors import as_tensor, longest_run
+from sm_nanogpt.launcher.judge.evaluate import training_corpus
+from sm_nanogpt.launcher.judge.rounding import Rounding, bits_per_byte, round_weights
+from sm_nanogpt.launcher.judge.texts import TRAINING_BYTES
+from sm_nanogpt.launcher.models.moments import Moment, read_moments, spread
+from sm_nanogpt.launcher.models.quantization import BITS, quantize_model, with_quantized_weights
+from sm_nanogpt.launcher.models.sample import stream_samples
+from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text.ids import content_of
+from sm_nanogpt.launcher.values import megabytes
+from sm_nanogpt.launcher.views.model_card import card_for
+from sm_nanogpt.launcher.views.model_page import PageMoment, check_model, page_of
+
+logger = logging.getLogger(__name__)
+
+SAMPLES, SAMPLE_TOKENS = 100, 500  # in which copies of the training text are looked for
+COPIES_BYTES = 200  # what the card's line of copies adds to a page, and more
+MOMENTS_BYTES = 20_000_000  # of a page to which moments are added unasked; mails take few more
+UNMEASURED = "neither the cost of rounding nor copies are measured"  # without its text
+
+
+@dataclass(frozen=True)
+class SavedPage:
+    """What a saved page is: its bytes, how its weights are rounded, and the bytes of the longest
+    run of its samples that its training text has, or None if that text is not here.
+
+    `moments` says which steps of the training it shows, or why it shows none.
+    """
+
+    path: Path
+    size: int
+    rounding: Rounding
+    copied: int | None
+    moments: str
+
+
+def save_model_page(
+    name: str,
+    directory: Path,
+    model: GPT,
+    tokenizer: Tokenizer,
+    path: Path,
+    settings: Settings,
+    job: JobDescription | None,
+    bits: int | None,
+    n_moments: int | None,
+) -> SavedPage:
+    """Write the model of a directory as save_page does, with all that is known of it here.
+
+    name is what the user calls the model: a job, or a directory. job is the job that made it, or
+    None if no job did; without its text, a warning says what is not measured.
+    """
+    return save_page(
+        model,
+        tokenizer,
+        training_corpus(name, directory, settings, UNMEASURED),
+        path,
+        title=job.name or job.job_id if job else name,
+        card=card_for(directory, job),
+        bits=bits,
+        limit=job.page_limit if job else None,
+        moments=read_moments(directory, model),
+        n_moments=n_moments,
+    )
+
+
+def save_page(
+    model: GPT,
+    tokenizer: Tokenizer,
+    corpus: Corpus | None,
+    path: Path,
+    title: str,
+    card: Mapping[str, str],
+    bits: int | None = None,
+    limit: int | None = None,
+    moments: Sequence[Moment] = (),
+    n_moments: int | None = None,
+) -> SavedPage:
+    """Write a model as one HTML page; `corpus` is the text that it has learned from.
+
+    limit is what the page may have, in bytes: to stay below it, the weights may have fewer bits
+    than they should, unless `bits` says how many. The page shows `n_moments` of the moments, of
+    which the model is the last; by default as many as the limit, or else MOMENTS_BYTES, allows.
+
+    Raises InputError if an edited folder computes the model, its tokenizer is of a kind that the
+    page does not know, it cannot be so small, there are no moments to show, or the file cannot be
+    written.
+    """
+    check_model(model)
+    if n_moments is not None and n_moments > 1 and not moments:
+        raise InputError(f"the run kept no moments; train one with moments={n_moments}")
+    draft = PageDraft(model, tokenizer, corpus, title, card, bits)
+    if limit is not None and bits is None:
+        draft.take_fewer_bits(limit)
+    draft.measure_copies()
+
+    moments_limit = None
+    if n_moments is None:
+        moments_limit = MOMENTS_BYTES if limit is None else limit
+        content, shown = draft.with_moments_below(moments_limit, moments)
+    else:
+        shown = spread(moments, n_moments)
+        content = draft.content(shown)
+    write_bytes(str(path), content)
+    steps = [moment.step for moment in shown]
+    description = describe_moments(steps, len(moments), moments_limit)
+    return SavedPage(path, len(content), draft.rounding, draft.copied, description)
+
+
+class PageDraft:
+    """The page of a model, whose weights may still lose bits."""
+
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        corpus: Corpus | None,
+        title: str,
+        card: Mapping[str, str],
+        bits: int | None,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.corpus = corpus
+        self.title = title
+        self.card = card
+        self.rounding = round_weights(model, corpus, bits)
+        self.copied: int | None = None  # bytes
+        self.rounded_moments: dict[int, PageMoment] = {}  # by their step
+
+    def content(self, moments: Sequence[Moment] = ()) -> bytes:
+        """The page with these moments, of which the last is the model; it alone has no slider."""
+        facts = {**self.card, "weights": str(self.rounding)}
+        if self.copied is not None:
+            copies = f"at most {self.copied} bytes in a row of {SAMPLES} samples"
+            facts["copies"] = f"{copies} stand in its text"
+        rounded = self.round_moments(moments) if len(moments) > 1 else []
+        parameters = self.rounding.parameters
+        page = page_of(self.model, parameters, self.tokenizer, self.title, facts, rounded)
+        return page.encode()
+
+    def take_fewer_bits(self, limit: int) -> None:
+        """Round the weights to fewer bits until the page stays below a limit, in bytes.
+
+        Raises InputError if the fewest bits are too many.
+        """
+        size = len(self.content()) + COPIES_BYTES
+        while size > limit:
+            excess = f"with {self.rounding.bits} bits a weight the page has {megabytes(size)}"
+            problem = f"{excess}, and its job was launched for {megabytes(limit)}"
+            if self.rounding.bits == min(BITS):
+                raise InputError(problem, "bits-over-limit")
+            logger.info(f"{problem}: fewer bits")
+            self.rounding = round_weights(self.model, self.corpus, self.rounding.bits - 1)
+            size = len(self.content()) + COPIES_BYTES
+
+    def measure_copies(self) -> None:
+        """Find out how much the samples copy of the training text, if that is here."""
+        if self.corpus is not None:
+            rounded = with_quantized_weights(self.model, self.rounding.parameters)
+            self.copied = longest_copy(rounded, self.tokenizer, self.corpus)
+
+    def with_moments_below(
+        self, limit: int, moments: Sequence[Moment]
+    ) -> tuple[bytes, Sequence[Moment]]:
+        """The page with as many moments as a limit, in bytes, allows, and which these are."""
+        content = self.content()
+        shown = spread(moments, limit // len(content))
+        while len(shown) > 1:
+            larger = self.content(shown)
+            if len(larger) <= limit:
+                return larger, shown
+            shown = spread(moments, len(shown) - 1)
+        return content, shown
+
+    def round_moments(self, moments: Sequence[Moment]) -> list[PageMoment]:
+        """The moments in as many bits as the model, which is the last of them."""
+        *earlier, end = moments
+        for moment in earlier:
+            if moment.step not in self.rounded_moments:
+                rounded = round_moment(moment, self.corpus, self.rounding.bits)
+                self.rounded_moments[moment.step] = rounded
+        rounded_moments = [self.rounded_moments[moment.step] for moment in earlier]
+        loss = self.rounding.rounded_loss
+        return [*rounded_moments, PageMoment(end.step, loss, self.rounding.parameters)]
+
+
+def round_moment(moment: Moment, corpus: Corpus | None, bits: int) -> PageMoment:
+    """A moment in so many bits a weight."""
+    parameters = quantize_model(moment.model, bits)
+    loss = None
+    if corpus is not None:
+        loss = bits_per_byte(with_quantized_weights(moment.model, parameters), corpus)
+    return PageMoment(moment.step, loss, parameters)
+
+
+def describe_moments(steps: Sequence[int], n_kept: int, limit: int | None) -> str:
+    """Which of the kept moments a page shows; not all, if its limit, in bytes, is too small."""
+    if not n_kept:
+        return "the run kept none"
+    shown = "the end alone"
+    if len(steps) > 1:
+        shown = f"of steps {', '.join(map(str, steps))}"
+    if len(steps) == n_kept:
+        return shown
+    if limit is not None:
+        return f"{shown}, as all {n_kept} would make over {megabytes(limit)}"
+    return f"{shown}; the run kept {n_kept}"
+
+
+def longest_copy(model: GPT, tokenizer: Tokenizer, corpus: Corpus) -> int:
+    """The bytes of the longest run of a model's samples that its training text has too."""
+    samples = [""] * SAMPLES
+    for pieces in stream_samples(model, tokenizer, None, SAMPLE_TOKENS, SAMPLES):
+        samples = [sample + piece for sample, piece in zip(samples, pieces, strict=True)]
+    training = as_tensor(content_of(corpus.train, tokenizer.words, TRAINING_BYTES))
+    return longest_run(training, [as_tensor(sample.encode()) for sample in samples])
