@@ -49,7 +49,7 @@ def data_command(as_json: bool) -> None:
         print_uploads(uploads)
     if failure:
         raise failure
-    with suppress(InputError):
+    with suppress(InputError):  # there is none
         note(f"`{command('launch')}` without --data takes {last_upload(settings)}")
     if not uploads:
         note(f"nothing was uploaded yet: {command('upload-data', 'FILE')}")
@@ -205,8 +205,8 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
     """Delete uploads, by their names or URIs, after confirmation, on this machine and on S3."""
     from sm_nanogpt.launcher.text.uploads import delete, find_uploads
 
-    every, failure = find_uploads(settings)
-    uploads = [upload for upload in every if names & {upload.name, upload.uri}]
+    all_uploads, failure = find_uploads(settings)
+    uploads = [upload for upload in all_uploads if names & {upload.name, upload.uri}]
     unknown = set(names)
     for upload in uploads:
         unknown -= {upload.name, upload.uri}

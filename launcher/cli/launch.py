@@ -327,16 +327,18 @@ def launch_job(options: LaunchOptions, settings: Settings) -> None:
     note_sweep_of(options.resumed)
     request = options.request()
     if options.dry_run:
-        plan = prepare(request, settings.with_offline(True), TrackedJob)
+        settings = settings.with_offline(True)
+    plan = prepare(request, settings, TrackedJob)
+    if options.dry_run:
         print_json(plan.request)
         return
 
-    plan = prepare(request, settings, TrackedJob)
     if plan.backend.bills:
         # Only a ceiling typed in this command is consent; not one that --resume inherits.
         max_cost = options.fields.get("max_cost")
         agree_to_cost(plan.worst_cost, max_cost, settings, options.yes)
     submit(plan)
+
     stops_at_ctrl_c = plan.backend.stops_at_ctrl_c
     follows = stops_at_ctrl_c if options.follow is None else options.follow
     if follows:

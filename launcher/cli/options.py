@@ -107,7 +107,7 @@ class JobParameter(click.ParamType[str]):
         if sweep:
             return sweep
         job_id = full_id(value, settings, self.acts, self.reads)
-        if self.uploads and job_id == value:
+        if self.uploads and job_id == value:  # a whole id, or a part of none
             return self.convert_upload(value, settings)
         return job_id
 

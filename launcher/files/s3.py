@@ -81,7 +81,8 @@ def s3_file_system(settings: Settings) -> Any:
     The options override fsspec's own configuration, which boto3 does not read; None means AWS's
     default.
     """
-    client_options, encryption = {}, {}
+    client_options = {}
+    encryption = {}
     if settings.aws_region:
         client_options = {"region_name": settings.aws_region}
     if settings.kms_key:

@@ -205,7 +205,7 @@ def corpus_of_job(job_id: str, directory: Path, settings: Settings) -> Corpus:
     job = backend.job(job_id)
     config = known_config(json.loads((directory / "training.json").read_bytes())["config"])
     texts = {"data": job.data, "validation": job.validation}
-    channels = {name: Channel(uri, uri, None, []) for name, uri in texts.items() if uri}
+    channels = {name: Channel(uri, uri) for name, uri in texts.items() if uri}
     return corpus_of(channels, settings, config, begins_only=True)
 
 

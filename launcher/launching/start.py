@@ -81,7 +81,7 @@ def find_model(request: Request, settings: Settings, field: str) -> InitialModel
             if "that script" in str(error):  # of an edited folder
                 raise InputError(str(error), "name-folder") from None
             raise InputError(str(error), field=field, value=reference) from None
-        channel = Channel(reference, uri or storage.to_uri(directory), None, [])
+        channel = Channel(reference, uri or storage.to_uri(directory))
         if uri is None:
             check_weights(directory, field, reference)
         if uri is None and storage.local_path(settings.data_store) is None:

@@ -59,7 +59,8 @@ class KeyValueCache:
         T = k.size(2)
         slot = self.length % self.size
         n_stored = min(self.length + T, self.size)
-        keys, values = self.k[layer], self.v[layer]
+        keys = self.k[layer]
+        values = self.v[layer]
         keys.narrow(2, slot, T).copy_(k)
         values.narrow(2, slot, T).copy_(v)
         return keys.narrow(2, 0, n_stored), values.narrow(2, 0, n_stored)

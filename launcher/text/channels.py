@@ -7,7 +7,7 @@ import logging
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,8 +39,8 @@ class Channel:
 
     shown: str  # as the user wrote it
     uri: str
-    upload: Upload | None  # None: a text on S3 from elsewhere, whose length is unknown
-    sources: list[File]  # files to upload
+    upload: Upload | None = None  # None: a text on S3 from elsewhere, whose length is unknown
+    sources: list[File] = field(default_factory=list)  # files to upload
 
 
 Texts = Mapping[str, Channel]  # those of a job, by its fields: data, validation
@@ -51,28 +51,35 @@ def find_channel(location: str, settings: Settings) -> Channel:
 
     Raises InputError if no text is there, or SageMaker would copy more than the text.
     """
-    uri, path = storage.to_uri(location), storage.local_path(location)
+    uri = storage.to_uri(location)
+    path = storage.local_path(location)  # None: on S3
     runs_here = storage.local_path(settings.data_store) is not None
     try:
         upload = read_manifest(uri, settings)
         if upload is not None:
-            files_there = storage.list_files(uri.rstrip("/"), settings)
-            if not upload.is_whole(files_there):
-                problem = "a file of this upload is missing; upload the text again"
-                raise InputError(f"{location}: {problem}")
+            check_whole(upload, location, settings)
     except Offline:
-        return Channel(location, uri, None, [])
+        return Channel(location, uri)
+
     if upload is not None and (path is None or runs_here):
-        return Channel(location, uri, replace(upload, uploaded=False), [])
+        return Channel(location, uri, replace(upload, uploaded=False))
     if path is None:
         check_text_on_s3(location, uri, runs_here, settings)
-        return Channel(location, uri, None, [])
+        return Channel(location, uri)
     if upload is not None and upload.train_tokens:
         return channel_to_send(location, path, upload, settings)
+
     files = find_files([TextSource(path)])
     warn_of_held_out(files)
     upload, files = corpus.survey_upload(path.name, files, settings)
     return Channel(location, upload.uri, upload, files)
+
+
+def check_whole(upload: Upload, location: str, settings: Settings) -> None:
+    """Raise InputError if a file of an upload is missing."""
+    if not upload.is_whole(storage.list_files(upload.uri.rstrip("/"), settings)):
+        problem = "a file of this upload is missing; upload the text again"
+        raise InputError(f"{location}: {problem}")
 
 
 def check_text_on_s3(location: str, uri: str, runs_here: bool, settings: Settings) -> None:

@@ -385,10 +385,8 @@ def held_out_glob(file: File, has_parts: bool) -> str:
             return folder
     name = file.path.name
     match = HELD_OUT.match(name)
-    if match is None and has_parts and HELD_OUT_LAST.fullmatch(stem_of(file)):
+    if match is not None:
+        return f"{name[: match.end() + 1]}*"  # with the sign behind the word, as test-*
+    if has_parts and HELD_OUT_LAST.fullmatch(stem_of(file)):
         return name
-    if match is None:
-        return ""
-    if match[0] == name:
-        return f"{name}*"
-    return f"{name[: match.end() + 1]}*"
+    return ""

@@ -213,7 +213,8 @@ def batches(pieces: Iterator[str | None], cut: int) -> Iterator[Batch]:
         size += len(piece) + PIECE_OVERHEAD
         if size >= BATCH:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     yield batch
 
 
@@ -226,9 +227,12 @@ class DocumentWriter:
         self.tokenizer = tokenizer
         self.file = file
         self.progress = progress
-        self.type_code = "H" if len(tokenizer) <= 1 << 16 else "I"
         if are_chats:
-            self.type_code = "i"
+            self.type_code = "i"  # ids that the loss leaves out are negative
+        elif len(tokenizer) <= 1 << 16:
+            self.type_code = "H"
+        else:
+            self.type_code = "I"
         self.width = array(self.type_code).itemsize  # bytes of an id
         self.encoder = Encoder(tokenizer, self.type_code)
         self.chat_encoder = ChatEncoder(self.encoder) if are_chats else None

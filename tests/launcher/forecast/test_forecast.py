@@ -476,7 +476,7 @@ def test_the_fetch_of_a_whole_upload_has_a_bar(text_file, home, monkeypatch):
     steps = list[int]()
     monkeypatch.setattr(channels, "byte_progress", lambda label: nullcontext(steps.append))
     uri = upload_data(text_file).uri
-    corpus_of({"data": Channel(uri, uri, None, [])}, load_settings())
+    corpus_of({"data": Channel(uri, uri)}, load_settings())
     assert sum(steps) == text_file.stat().st_size
 
 

@@ -37,7 +37,7 @@ def text(n_characters: int = 10**7) -> dict[str, Channel]:
         vocabulary=CHARACTERS,
         vocabulary_size=len(CHARACTERS),
     )
-    return {"data": Channel("text", "file:///data", upload, [])}
+    return {"data": Channel("text", "file:///data", upload)}
 
 
 def request(**fields: Any) -> Request:

@@ -115,7 +115,7 @@ def test_what_helps_against_memorizing_is_still_open(values, code, caplog):
 
 def text(tokens: int, chats: bool = False) -> dict[str, Channel]:
     upload = Upload("file:///data", 0, "", (), train_tokens=tokens, chats=chats)
-    return {"data": Channel("text", "file:///data", upload, [])}
+    return {"data": Channel("text", "file:///data", upload)}
 
 
 @pytest.mark.parametrize(

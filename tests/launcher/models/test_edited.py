@@ -111,6 +111,9 @@ def test_an_edited_model_is_sampled_as_it_was_trained(edited, cli):
     ran = cli("fetch-and-sample", edited.job_id, arguments).good
     assert ran.out == greedy(model, characters(tokenizer), "The ", 60)
     assert "sampling with the edited" in ran.err
+    (directory,) = re.findall(r"^model: (.+)$", ran.err, re.MULTILINE)
+    moved = Path(directory).rename(edited.home.parent / "my model")
+    assert cli("sample", moved, arguments).good.out == ran.out
 
 
 def test_an_edited_model_names_its_script_and_why(finished_edited):
@@ -263,7 +266,8 @@ def test_another_activation_needs_its_script(write, cli):
 
 def exported(tmp_path: Path) -> str:
     characters = "".join(map(chr, range(1000, 6000)))
-    model = GPT(Config(), len(characters)).eval()
+    config = Config(n_layer=1, n_head=2, n_embd=16, block_size=64)
+    model = GPT(config, len(characters)).eval()
     model.init_weights(1)
     return write_artefact(tmp_path / "model", model, tokenizer_of(characters), {})[0]
 
@@ -340,7 +344,7 @@ def test_a_third_optimizer_has_its_own_learning_rate(third_optimizer, values):
         instance="local", entry_point=third_optimizer, hyperparameters=chosen, **values
     )
     upload = Upload("file:///data", 0, "", (), characters=10**6)
-    texts = {"data": Channel("text", upload.uri, upload, [])}
+    texts = {"data": Channel("text", upload.uri, upload)}
     assert start.sized(request, texts).config(1).learning_rate == 0.3
 
 

@@ -174,7 +174,7 @@ def test_eval_fetches_only_the_first_shard_of_a_part(documents, home, s3, monkey
         fetch_file(self, name, *arguments)
 
     monkeypatch.setattr(S3Location, "fetch_file", fetch)
-    data = {"data": Channel("plays", uri, None, [])}
+    data = {"data": Channel("plays", uri)}
     caplog.clear()
     beginning = channels.corpus_of(data, settings, begins_only=True)
     shards = [name for name in names if name.endswith(".bin")]
