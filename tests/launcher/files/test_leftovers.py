@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
-import launching
 import pytest
 import runs
 
@@ -70,12 +69,18 @@ def files_in(home: Path) -> set[str]:
     return {path.name for path in home.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kind", WRITES)
-def test_what_a_running_command_uses_stays(kind, home):
-    with writing(kind, home):
-        files_before = launching.tree(home)
+def test_a_directory_that_is_in_use_stays(home):
+    with scratch(home / "cache", "text-") as directory:
         remove_all_leftovers(Settings(home=home))
-        assert launching.tree(home) == files_before
+        assert directory.exists()
+
+
+def test_a_file_that_is_being_written_stays(home):
+    (home / "store/data").mkdir(parents=True)
+    with storage.replacing(home / "store/data/text.txt") as file:
+        file.write(b"x" * 100_000)
+        remove_all_leftovers(Settings(home=home))
+        assert Path(file.name).exists()
 
 
 def test_a_file_stays_until_it_has_its_name(tmp_path, monkeypatch):
@@ -102,23 +107,26 @@ def test_what_a_killed_command_left_is_removed(kind, home):
         assert not files_in(home)
 
 
-@pytest.mark.parametrize("kind", WRITES)
-def test_without_locks_nothing_is_removed(kind, home, monkeypatch):
-    with writing(kind, home) as process:
-        process.kill()
-        process.wait()
-        files_before = launching.tree(home)
-        monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(37, "No locks available")))
-        remove_all_leftovers(Settings(home=home))
-        assert launching.tree(home) == files_before
+@pytest.fixture
+def leftovers(home):
+    """A directory and a file as killed commands leave them."""
+    directory = home / "cache/text-0123"
+    file = home / "store/data/.text.txt.0123abcd.tmp"
+    for path in (directory / ".lock", file):
+        path.parent.mkdir(parents=True)
+        path.write_text("held by a command\n")
+    return [directory, file]
 
 
-def test_the_next_command_of_a_kind_removes_what_is_left(home):
-    with writing("a directory", home) as process:
-        process.kill()
-        process.wait()
-        with temporary(Settings(home=home)) as directory:
-            assert list((home / "cache").iterdir()) == [directory]
+def test_without_locks_nothing_is_removed(home, leftovers, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(37, "No locks available")))
+    remove_all_leftovers(Settings(home=home))
+    assert all(path.exists() for path in leftovers)
+
+
+def test_the_next_command_of_a_kind_removes_what_is_left(home, leftovers):
+    with temporary(Settings(home=home)) as directory:
+        assert list((home / "cache").iterdir()) == [directory]
 
 
 def test_a_repeated_upload_removes_what_a_killed_one_left(home, text_file):

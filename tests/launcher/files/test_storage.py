@@ -22,11 +22,10 @@ from sm_nanogpt.launcher.settings import load_settings
 from sm_nanogpt.launcher.text.channels import find_channel
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_reported_as_this_machines(code):
+def test_a_full_disk_is_reported_as_this_machines():
     full_disk = pytest.raises(ServiceError, match="s3://bucket/key: this machine's disk is full")
     with full_disk, storage.errors_about("s3://bucket/key"):
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
@@ -43,7 +42,7 @@ def test_what_is_no_path_is_remote_or_refused():
         storage.to_uri("")
 
 
-@pytest.mark.parametrize("uri", ["ftpx://host/x", "memory://x", "gs://bucket/x", "S3://bucket/x"])
+@pytest.mark.parametrize("uri", ["gs://bucket/x", "S3://bucket/x"])
 def test_an_unknown_kind_of_store_error_names_the_known_ones(home, uri):
     with pytest.raises(InputError, match=f"{uri}.* s3://bucket/prefix or a local directory"):
         load_settings(store=uri)
@@ -109,10 +108,13 @@ def keys(s3: Any) -> list[str]:
 def test_an_upload_goes_to_s3_below_the_prefix_once(s3, emulator, cli, text_file):
     def uploaded_keys() -> list[str]:
         """Names of what was put into the store since this was last asked."""
-        accesses = [each for each in emulator.accesses if "/some/prefix/data/" in each.resource]
-        put = [each.resource for each in accesses if each.action == "s3:PutObject"]
+        names = []
+        for access in emulator.accesses:
+            _, is_data, name = access.resource.partition("/some/prefix/data/")
+            if is_data and access.action == "s3:PutObject":
+                names.append(name)
         emulator.accesses.clear()
-        return [resource.rpartition("/data/")[2] for resource in put]
+        return names
 
     uri = cli("upload-data", text_file).out.strip()
     assert uri.startswith(f"s3://{s3.bucket}/some/prefix/data/input-")

@@ -30,10 +30,13 @@ def test_a_message_that_is_not_utf8_is_refused(directory):
         Chat(*load_model(directory)).fit([Message("user", "\ud800")], 1)
 
 
-@pytest.mark.parametrize("roles", [["user"], ["system", "user"], ["system"], ["user", "assistant"]])
-def test_a_message_beyond_the_context_is_named(directory, roles):
+@pytest.mark.parametrize(
+    ("roles", "named"),
+    [(["user"], "message"), (["system", "user"], "instruction"), (["system"], "instruction")],
+)
+def test_a_message_beyond_the_context_is_named(directory, roles, named):
     chat = Chat(*load_model(directory))
-    with pytest.raises(TooLong, match="instruction" if "system" in roles else "message"):
+    with pytest.raises(TooLong, match=named):
         chat.fit([Message(role, "a " * 1_000) for role in roles], 1)
 
 
@@ -95,7 +98,7 @@ def test_ids_are_those_of_apply_chat_template(directory):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     chat, draw = Chat(*load_model(directory)), random.Random(1)
-    for _ in range(200):
+    for _ in range(40):
         roles = ["system"] * draw.randrange(2) + ["user", "assistant"] * draw.randint(1, 4)
         messages = [Message(role, "".join(draw.choices(STRANGE, k=3))) for role in roles]
         documents = [vars(message) for message in messages]

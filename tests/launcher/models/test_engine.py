@@ -31,11 +31,10 @@ def generate(request):
     return request.param
 
 
-@pytest.fixture(params=["as they are", "packed"])
-def products(request, monkeypatch):
-    """Both kinds of matrix products that the engine computes by, for models that are small."""
-    if request.param == "packed":
-        monkeypatch.setattr(engine, "MIN_PACKED_PARAMETERS", 0)
+@pytest.fixture
+def packed(monkeypatch):
+    """Lets the engine pack the matrices of small models, too."""
+    monkeypatch.setattr(engine, "MIN_PACKED_PARAMETERS", 0)
 
 
 def sampled(
@@ -48,25 +47,24 @@ def sampled(
 # -- the cache -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [2, FEW_SEQUENCES + 1])
 @pytest.mark.parametrize("prefill", [1, 3, 8])
-def test_decoding_with_a_cache_equals_a_forward_pass(prefill, batch_size):
-    model, x = lively(), ids(batch_size, 8)
+def test_decoding_with_a_cache_equals_a_forward_pass(prefill):
+    model = lively()
+    x = ids(5, 8)
     with torch.inference_mode():
-        cache = KeyValueCache(model, batch_size, 8)
+        cache = KeyValueCache(model, 5, 8)
         logits = [forward(model, x[:, :prefill], cache)]
         logits += [forward(model, x[:, i : i + 1], cache) for i in range(prefill, 8)]
         expected = model(x)[:, prefill - 1 :]
         torch.testing.assert_close(torch.stack(logits, dim=1), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("batch_size", [1, FEW_SEQUENCES + 1])
-def test_one_layers_context_slides_as_if_cropped(batch_size):
+def test_one_layers_context_slides_as_if_cropped():
     """With one layer no older position can speak through a newer one, so the two are equal."""
     model = lively(dataclasses.replace(SMALL, n_layer=1))
-    x = ids(batch_size, 30)
+    x = ids(5, 30)
     with torch.inference_mode():
-        cache = KeyValueCache(model, batch_size, 8)
+        cache = KeyValueCache(model, 5, 8)
         forward(model, x[:, :5], cache)
         for end in range(6, 31):
             logits = forward(model, x[:, end - 1 : end], cache)
@@ -102,37 +100,44 @@ def test_sliding_past_the_context_equals_transformers(tmp_path, tied):
 # -- packed weights --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, FEW_SEQUENCES + 1])
+@pytest.mark.parametrize("batch_size", [1, FEW_SEQUENCES + 1])
 @pytest.mark.parametrize(
     "shape", [{}, {"n_head": 4, "n_kv_head": 2, "head_dim": 48, "norm_weights": True}]
 )
-def test_greedy_ids_equal_the_plain_loops_in_float32(shape, batch_size, monkeypatch):
-    """Those of either kind of products, in each precision."""
-    config = dataclasses.replace(SMALL, n_embd=32, block_size=64)
-    config = dataclasses.replace(config, **shape)
+@pytest.mark.parametrize("min_packed", [0, engine.MIN_PACKED_PARAMETERS])
+def test_greedy_ids_equal_the_plain_loops_in_float32(min_packed, shape, batch_size, monkeypatch):
+    """Of a model of any precision."""
+    monkeypatch.setattr(engine, "MIN_PACKED_PARAMETERS", min_packed)
+    config = dataclasses.replace(SMALL, n_embd=32, block_size=64, **shape)
     prompts = ids(batch_size, 4)
     plain = torch.stack(list(plainly(lively(config), prompts, 60, temperature=0)))
-    for min_packed in (0, engine.MIN_PACKED_PARAMETERS):
-        monkeypatch.setattr(engine, "MIN_PACKED_PARAMETERS", min_packed)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            model = lively(config, dtype)
-            ours = torch.stack(list(engine.generate(model, prompts, 60, temperature=0)))
-            assert torch.equal(ours, plain), (min_packed, dtype)
+    model = lively(config, torch.bfloat16)
+    ours = torch.stack(list(engine.generate(model, prompts, 60, temperature=0)))
+    assert torch.equal(ours, plain)
 
 
-@pytest.mark.usefixtures("products")
-@pytest.mark.parametrize(
-    "dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
-)
-@pytest.mark.parametrize("batch_size", [1, 4, 5])
+@pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("n_embd", [32, 40])  # bytes are for multiples of 16 alone
-def test_a_sampling_copy_equals_the_model(n_embd, batch_size, dtype, tolerance):
+@pytest.mark.parametrize("length", [1, 8])  # a token, and a prompt
+@pytest.mark.parametrize("batch_size", [FEW_SEQUENCES, FEW_SEQUENCES + 1])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_a_packed_copy_equals_the_model(dtype, tolerance, batch_size, length, n_embd):
+    assert error_of_copy(dtype, batch_size, length, n_embd) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_copy_of_a_small_model_is_exact(dtype):
+    assert error_of_copy(dtype, batch_size=1, length=8, n_embd=32) < 1e-5
+
+
+def error_of_copy(dtype: torch.dtype, batch_size: int, length: int, n_embd: int) -> float:
+    """How far the logits of a sampling copy are from those of its model, relative to them."""
     model = lively(dataclasses.replace(SMALL, n_embd=n_embd))
-    x = ids(batch_size, 8)
+    x = ids(batch_size, length)
     with torch.inference_mode():
         exact = model(x)
         ours = engine.sampling_copy(model, batch_size, dtype)(x)
-    assert float((ours - exact).norm() / exact.norm()) < tolerance
+    return float((ours - exact).norm() / exact.norm())
 
 
 def test_only_the_matrices_of_large_models_are_packed(monkeypatch):
@@ -145,12 +150,12 @@ def test_only_the_matrices_of_large_models_are_packed(monkeypatch):
         assert kinds & {engine.PackedLinear, Linear} == {kind}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_cpu_samples_in_float32_but_for_products(dtype):
-    assert engine.sampling_copy(lively(dtype=dtype), 1, dtype).compute_dtype == torch.float32
+def test_a_cpu_samples_in_float32_but_for_products():
+    copy = engine.sampling_copy(lively(dtype=torch.bfloat16), 1, torch.bfloat16)
+    assert copy.compute_dtype == torch.float32
 
 
-@pytest.mark.usefixtures("products")
+@pytest.mark.usefixtures("packed")
 def test_weights_of_zero_can_be_sampled():
     model = GPT(dataclasses.replace(SMALL, n_embd=32), VOCABULARY_SIZE, torch.bfloat16)
     model.init_weights(1)  # projections back into the stream begin at zero
@@ -179,9 +184,7 @@ def test_top_k_keeps_the_k_most_likely():
         torch.testing.assert_close(logits_to_probabilities(LOGITS, 1.0, top_k=top_k), LOGITS.exp())
 
 
-@pytest.mark.parametrize(
-    "top_p, n_kept", [(0.01, 1), (0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4), (1.0, 4)]
-)
+@pytest.mark.parametrize("top_p, n_kept", [(0.39, 1), (0.41, 2), (0.71, 3), (1.0, 4)])
 def test_top_p_keeps_the_fewest_likely_enough(top_p, n_kept):
     p = logits_to_probabilities(LOGITS, 1.0, top_p=top_p)
     torch.testing.assert_close(p.sum(dim=-1), torch.ones(2))
@@ -245,14 +248,14 @@ def test_temperature_zero_is_greedy_with_any_seed(generate):
     assert greedy == drawn(generate, top_p=1e-6, seed=4)
 
 
-@pytest.mark.usefixtures("products")
+@pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("batch_size", [3, FEW_SEQUENCES + 1])
-def test_a_batch_of_prompts_is_sampled_together(batch_size, generate):
+def test_a_batch_of_prompts_is_sampled_together(batch_size):
     model = lively()
     prompts = ids(batch_size, 4)
-    together = torch.stack(list(generate(model, prompts, 12, temperature=0)))  # [12, batch_size]
+    together = torch.stack(list(engine.generate(model, prompts, 12, temperature=0)))
     for n in range(batch_size):
-        alone = sampled(generate, model, prompts[n : n + 1], 12, temperature=0)
+        alone = sampled(engine.generate, model, prompts[n : n + 1], 12, temperature=0)
         assert together[:, n].tolist() == alone
 
 
