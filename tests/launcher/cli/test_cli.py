@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import itertools
 import json
 import os
@@ -18,7 +19,6 @@ from unittest.mock import Mock
 import click
 import launching
 import pytest
-from commands import COMMANDS
 
 from sm_nanogpt import Request, ServiceError
 from sm_nanogpt.entry_point.config import Config
@@ -27,16 +27,6 @@ from sm_nanogpt.launcher.cli.remedies import command, option
 from sm_nanogpt.launcher.job import COMMON_FIELDS
 
 GROUP = "sm-nanogpt-20260101-000000-abcdef"
-
-
-def word_options(command: str) -> list[str]:
-    """The options of a command, or of all, that take a word of any kind."""
-    group: Any = commands.cli
-    for name in command.split():
-        group = group.commands[name]
-    options = [o for o in group.params if isinstance(o, click.Option) and not o.is_flag]
-    text_options = [o for o in options if o.type is click.STRING]
-    return [o.opts[0] for o in text_options if o.metavar != "KEY=VALUE"]  # those say what they miss
 
 
 def test_an_option_that_is_a_hyperparameter_names_set(cli):
@@ -81,10 +71,9 @@ def test_the_version_goes_to_stdout(cli):
 # -- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("arguments", "code"), [("frobnicate", 2), ("status nope", 1)])
-def test_a_process_exits_with_the_code_of_its_error(arguments, code, home):
-    ran = launching.command(arguments.split(), home=home)
-    assert ran.code == code
+def test_a_process_exits_with_the_code_of_its_error(home):
+    ran = launching.command("frobnicate", home=home)
+    assert ran.code == 2
     assert ran.out == ""
     assert ran.err.count("\n") == 1
     assert ran.error
@@ -96,14 +85,11 @@ def test_a_process_exits_with_the_code_of_its_error(arguments, code, home):
         ("frobnicate", ""),
         ("--nonsense", ""),
         ("--region", ""),
-        ("--store here", ""),
         ("infra frobnicate", " infra"),
-        ("infra show extra", " infra show"),
         ("jobs extra", " jobs"),
         ("launch --nonsense", " launch"),
         ("launch --instance", " launch"),
         ("status", " status"),
-        ("fetch-and-sample", " fetch-and-sample"),
         ("fetch-and-sample some-job --top-k a", " fetch-and-sample"),
     ],
 )
@@ -115,25 +101,17 @@ def test_wrong_arguments_name_the_help_to_read(cli, arguments, command):
     assert re.search(rf"[^.]; `sm-nanogpt{command} --help` shows what there is$", ran.error)
 
 
-# What else a command needs, so that an option is looked at.
-NAMED = ["chat", "fetch-and-sample", "play"]
-ARGUMENTS = {"": ["jobs"], **{name: ["some-job"] for name in NAMED}}
-
-
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
         (["upload-data", ""], "upload-data"),
         (["jobs", "--group="], "--group="),
-        *(
-            ([*command.split(), option, "", *ARGUMENTS.get(command, [])], option)
-            for command in ["", *COMMANDS]
-            for option in word_options(command)
-        ),
+        (["--store", "", "jobs"], "--store"),
+        (["launch", "--instance", ""], "--instance"),
+        (["fetch-and-sample", "--prompt", "", "some-job"], "--prompt"),
     ],
 )
-def test_an_empty_argument_does_not_mean_the_default(cli, home, text_file, arguments, name):
-    (home.parent / "input.txt").write_bytes(text_file.read_bytes())
+def test_an_empty_argument_does_not_mean_the_default(cli, home, arguments, name):
     ran = cli(arguments)
     assert ran.code == 2
     assert ran.out == ""
@@ -142,21 +120,15 @@ def test_an_empty_argument_does_not_mean_the_default(cli, home, text_file, argum
 
 
 @pytest.mark.parametrize("command", ["launch", "infra", "infra deploy"])
-@pytest.mark.parametrize("option", ["--store", "--region", "--profile", "--role"])
-def test_a_misplaced_global_option_says_where_it_goes(cli, command, option):
-    for arguments in ((option, "word"), (f"{option}=word",)):
-        ran = cli(command.split(), arguments)
-        assert ran.code == 2
-        start = f"{option} goes before the command: sm-nanogpt {option} "
-        assert re.fullmatch(rf"{start}[A-Z]+ {command} \.\.\.", ran.error)
+def test_a_misplaced_global_option_says_where_it_goes(cli, command):
+    for arguments in (["--region", "word"], ["--region=word"]):
+        message = f"--region goes before the command: sm-nanogpt --region NAME {command} ..."
+        assert cli(command.split(), arguments).failed(2, message)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"), [(("status", "nope"), 1), (("upload-data", "missing.txt"), 2)]
-)
-def test_debug_shows_the_traceback(cli, arguments, code):
-    ran = cli("--debug", arguments)
-    assert ran.code == code
+def test_debug_shows_the_traceback(cli):
+    ran = cli("--debug", "upload-data", "missing.txt")
+    assert ran.code == 2
     assert "Traceback" in ran.err
     assert ran.err.splitlines()[-1].startswith("error: ")
 
@@ -237,13 +209,12 @@ def test_a_closed_stdout_is_refused_before_the_start(home, text_file):
     assert not home.exists()
 
 
-def test_unprintable_characters_are_escaped_on_stdout(job):
+def test_unprintable_characters_are_escaped_on_stdout(job, monkeypatch):
     (job.directory / "logs/job.log").write_text("Ж\nthe end\n", encoding="utf-8")
-    env = {"PYTHONIOENCODING": "latin-1"}
-    ran = launching.command("logs", job.job_id, home=job.home, env=env)
-    assert ran.code == 0
-    assert ran.out == "\\u0416\nthe end\n"
-    assert ran.err == ""
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "latin-1"))
+    assert commands.run(["logs", job.job_id]) == 0
+    assert printed.getvalue() == b"\\u0416\nthe end\n"
 
 
 def test_logs_print_the_output_of_the_run(job, cli):

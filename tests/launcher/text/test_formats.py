@@ -243,3 +243,12 @@ def test_a_format_of_texts_needs_its_row_alone(name, home, cli, tmp_path, monkey
         [text] = stored(upload_data(tmp_path / path).uri).rglob("*.txt")
         assert text.read_text() == "To be, or not to be.\n" * 90
     assert re.search(r"\*\.lrc +what is sung\n", cli("upload-data", "--help").good.out)
+
+
+def test_the_help_lists_records_below_plain_text(cli):
+    output = cli("upload-data", "--help").good.out
+    plain, title, records = output.partition("With --tokenizer also records")
+    assert title
+    assert "*.html" in plain
+    assert "*.jsonl" in records
+    assert "*.pdf" not in output  # which is refused

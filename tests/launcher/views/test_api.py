@@ -77,16 +77,15 @@ def test_the_client_of_openai_chats_and_completes(client, player, chat, monkeypa
     completion = api_client.chat.completions.create(**{**wish, "messages": conversation})
     messages = [Message("system", "Hi"), Message("user", "What is 3 + 3?")]
     assert completion.usage.prompt_tokens == len(ids_of(player.chat, *messages))
-    chunks = [
-        *api_client.chat.completions.create(
-            **wish, stream=True, stream_options={"include_usage": True}
-        )
-    ]
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
-    assert chunks[-1].usage == answer.usage
-    roles = [c.choices[0].delta.role for c in chunks if c.choices]
-    assert roles[0] == "assistant"
-    assert {*roles[1:]} == {None}
+    *chunks, last = api_client.chat.completions.create(
+        **wish, stream=True, stream_options={"include_usage": True}
+    )
+    assert last.usage == answer.usage
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == text
+    first_role, *other_roles = [delta.role for delta in deltas]
+    assert first_role == "assistant"
+    assert not any(other_roles)
     wish = dict(model="mine", prompt="What", max_tokens=5, seed=1)
     completed = api_client.completions.create(**wish).choices[0].text
     streamed = api_client.completions.create(**wish, stream=True)
@@ -130,38 +129,42 @@ def test_a_model_that_fails_is_an_error_of_the_server(client, monkeypatch, opena
         [*client().completions.create(**wish, stream=True)]
 
 
+@pytest.fixture
+def refusal(client, openai):
+    """The error for a request that chats, or completes a prompt, with these changes."""
+
+    def refusal(**changes: Any) -> Any:
+        wish: dict[str, Any] = {"model": "mine", **changes}
+        create = client().completions.create
+        if "prompt" not in wish:
+            wish = {"messages": HELLO, **wish}
+            create = client().chat.completions.create
+        with pytest.raises(openai.APIStatusError) as error:
+            create(**wish)
+        return error.value
+
+    return refusal
+
+
 @pytest.mark.parametrize(
     ("changes", "status"),
     [
         ({"model": "other"}, 404),
         ({"messages": []}, 400),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, 400),
-        ({"messages": [{"role": "user", "content": "a " * 500}]}, 400),
-        ({"n": 2}, 400),
         ({"temperature": -1}, 400),
         ({"max_tokens": 0}, 400),
-        ({"max_completion_tokens": 0}, 400),
         ({"logprobs": True}, 400),
-        ({"stop": 5}, 400),
         ({"response_format": {"type": "json_object"}}, 400),
-        ({"frequency_penalty": 1}, 400),
-        ({"presence_penalty": 1}, 400),
-        ({"logit_bias": {"1": 1}}, 400),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400),
         ({"prompt": "a", "echo": True}, 400),
         ({"prompt": "a", "best_of": 2}, 400),
-        ({"prompt": "a", "suffix": "b"}, 400),
         ({"prompt": "a", "logprobs": 1}, 400),
     ],
 )
-def test_a_request_that_cannot_be_met_is_refused(client, changes, status, openai):
-    api = client().completions if "prompt" in changes else client().chat.completions
-    asks = {} if "prompt" in changes else {"messages": HELLO}
-    with pytest.raises(openai.APIStatusError) as error:
-        api.create(**{"model": "mine", **asks, **changes})
-    assert error.value.status_code == status
-    body: Any = error.value.body
-    assert body.keys() == {"message", "type", "param", "code"}
+def test_a_request_that_cannot_be_met_is_refused(refusal, changes, status):
+    error = refusal(**changes)
+    assert error.status_code == status
+    assert error.body.keys() == {"message", "type", "param", "code"}
 
 
 IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
@@ -172,31 +175,19 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
     ("changes", "message"),
     [
         ({"messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content: must be text"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content: must be text"),
         ({"prompt": ["a", "b"]}, "prompt: must be one text"),
-        ({"prompt": [1, 2]}, "prompt: must be one text"),
         ({"stop": [1]}, "stop: must be a string or a list of strings"),
         ({"tools": TOOLS}, "tools: not supported here"),
-        ({"functions": [{"name": "f"}]}, "functions: not supported here"),
         ({"n": 2}, "n: not supported here"),
-        ({"presence_penalty": 0.5}, "presence_penalty: not supported here"),
     ],
 )
-def test_a_refusal_is_a_sentence_of_our_own(client, changes, message, openai):
-    api = client().completions if "prompt" in changes else client().chat.completions
-    asks = {} if "prompt" in changes else {"messages": HELLO}
-    with pytest.raises(openai.BadRequestError) as error:
-        api.create(model="mine", **{**asks, **changes})
-    body: Any = error.value.body
-    assert body["message"].startswith(message)
+def test_a_refusal_is_a_sentence_of_our_own(refusal, changes, message):
+    assert refusal(**changes).body["message"].startswith(message)
 
 
-def test_a_message_beyond_the_context_has_the_code_of_openai(client, openai):
-    with pytest.raises(openai.BadRequestError) as error:
-        client().chat.completions.create(
-            model="mine", messages=[{"role": "user", "content": "a " * 10**6}]
-        )
-    assert error.value.code == "context_length_exceeded"
+def test_a_message_beyond_the_context_has_the_code_of_openai(refusal):
+    error = refusal(messages=[{"role": "user", "content": "a " * 10**6}])
+    assert error.code == "context_length_exceeded"
 
 
 def test_any_number_of_stop_strings_is_taken_in_any_order(client):
@@ -224,21 +215,19 @@ def ask(player):
     """Asks the API of two models, one of which is that of a job with a name."""
     named_player = replace(player, name="named", job_id="sm-nanogpt-20261128-182734-6306f7")
     other = replace(player, name="/models/other")
-    http = {
-        number: TestClient(make_app(players, "t", api.routes(players)))
-        for number, players in {1: [named_player], 2: [named_player, other]}.items()
-    }
 
     def ask(path: str, body: Any = None, models: int = 2) -> Any:
+        players = [named_player, other][:models]
+        http = TestClient(make_app(players, "t", api.routes(players)))
         method = "GET" if body is None else "POST"
         headers = {"authorization": "bearer t"}
         url = f"http://testserver{path}"
-        return http[models].request(method, url, json=body, headers=headers)
+        return http.request(method, url, json=body, headers=headers)
 
     return ask
 
 
-@pytest.mark.parametrize("path", ["//v1/models", "/v1//models", "/v1/models/", "///v1///models//"])
+@pytest.mark.parametrize("path", ["//v1/models", "/v1///models/"])
 def test_several_slashes_are_one(ask, path):
     assert [model["id"] for model in ask(path).json()["data"]] == ["named", "/models/other"]
 
@@ -261,11 +250,16 @@ def test_a_wrong_path_says_what_is_wrong_with_it(ask, path, hint):
 
 
 @pytest.mark.parametrize(
-    "name", ["named", "sm-nanogpt-20261128-182734-6306f7", "named (…6306f7)", "/models/other"]
+    ("name", "listed"),
+    [
+        ("named", "named"),
+        ("sm-nanogpt-20261128-182734-6306f7", "named"),
+        ("named (…6306f7)", "named"),
+        ("/models/other", "/models/other"),
+    ],
 )
-def test_a_model_answers_to_each_of_its_names(ask, name):
+def test_a_model_answers_to_each_of_its_names(ask, name, listed):
     done = ask("/v1/completions", {"model": name, "prompt": "The", "max_tokens": 1})
-    listed = "/models/other" if name == "/models/other" else "named"
     assert done.status_code == 200
     assert done.json()["model"] == listed
     assert ask(f"/v1/models/{name}").json()["id"] == listed
@@ -280,9 +274,10 @@ def test_a_model_alone_needs_no_name(ask):
 
 def test_a_prompt_of_null_is_as_one_left_out(ask):
     wish = {"model": "named", "max_tokens": 5, "seed": 1}
-    texts = [ask("/v1/completions", body).json() for body in (wish, {**wish, "prompt": None})]
-    assert texts[0]["choices"] == texts[1]["choices"]
-    assert texts[0]["usage"] == texts[1]["usage"]
+    without = ask("/v1/completions", wish).json()
+    of_null = ask("/v1/completions", {**wish, "prompt": None}).json()
+    assert of_null["choices"] == without["choices"]
+    assert of_null["usage"] == without["usage"]
 
 
 def test_a_wrong_method_is_told_the_right_one(client, openai):
@@ -294,17 +289,21 @@ def test_a_wrong_method_is_told_the_right_one(client, openai):
         client().get("/other", cast_to=object)
 
 
-def test_only_a_named_origin_may_ask_from_its_pages(player):
+@pytest.mark.parametrize(
+    ("origin", "status", "allowed"),
+    [("http://localhost:3000", 200, "http://localhost:3000"), ("http://localhost:3001", 400, None)],
+)
+def test_only_a_named_origin_may_ask_from_its_pages(player, origin, status, allowed):
     app = make_app([player], "secret", api.routes([player]), ["http://localhost:3000"])
-    http = TestClient(app)
-    for origin, status in (("http://localhost:3000", 200), ("http://localhost:3001", 400)):
-        asks = {"access-control-request-method": "POST", "origin": origin}
-        asks["access-control-request-headers"] = "authorization, x-stainless-os"
-        assert http.options("/v1/chat/completions", headers=asks).status_code == status
-        for key in ("secret", "wrong"):  # a page reads why it is refused
-            headers = {"origin": origin, "authorization": f"Bearer {key}"}
-            allowed = http.get("/v1/models", headers=headers).headers
-            assert allowed.get("access-control-allow-origin") == (origin if status == 200 else None)
+    http = TestClient(app, headers={"origin": origin})
+    question = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, x-stainless-os",
+    }
+    assert http.options("/v1/chat/completions", headers=question).status_code == status
+    for key in ("secret", "wrong"):  # a page reads why it is refused
+        answer = http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+        assert answer.headers.get("access-control-allow-origin") == allowed
 
 
 @pytest.fixture

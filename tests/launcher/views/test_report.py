@@ -68,6 +68,7 @@ def test_the_points_are_those_of_the_metrics(job, text_of):
         drawn = [(p["step"], p["loss"]) for p in points if p["series"] == series]
         assert drawn == [(row["step"], row[name]) for row in file_rows(job)]
     assert points[0]["tokens"] == points[0]["step"] * 4 * 32  # of a batch of the tiny job
+    assert {point["color"] for point in points} == {"training", "validation"}
 
 
 def test_the_page_requests_nothing(job, text_of):
