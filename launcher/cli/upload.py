@@ -28,12 +28,13 @@ class UploadCommand(Command):
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from sm_nanogpt.launcher.text.formats import FORMATS
 
-        help_text = self.help or ""
         plain = [format for format in FORMATS if format.is_plain]
         records = [format for format in FORMATS if format.reader is not None]
-        help_text = help_text.replace("PLAIN-FORMATS", help_lines(plain))
+        template = self.help or ""
+        help_text = template.replace("PLAIN-FORMATS", help_lines(plain))
         self.help = help_text.replace("RECORD-FORMATS", help_lines(records))
         super().format_help_text(ctx, formatter)
+        self.help = template
 
 
 def help_lines(formats: Sequence[Format]) -> str:
