@@ -133,13 +133,11 @@ class Try:
 
     def decide(self, smallest_gain: float) -> Verdict:
         looks = [n for n in rule.LOOKS if n <= len(self.shared_seeds)]
-        verdict, differences, _ = rule.decide(
-            self.on_shared_seeds, self.on_fresh_seeds, looks, smallest_gain
-        )
-        gain = -fmean(differences)
+        decision = rule.decide(self.on_shared_seeds, self.on_fresh_seeds, looks, smallest_gain)
+        gain = -fmean(decision.differences)
         is_luck = rule.may_be_luck(gain, self.losses, self.base_losses)
-        is_kept = verdict == "kept" and not is_luck and not self.is_slow
-        return Verdict(is_kept, gain, rule.half(differences), len(self.losses))
+        is_kept = decision.verdict == "kept" and not is_luck and not self.is_slow
+        return Verdict(is_kept, gain, rule.margin(decision.differences), len(self.losses))
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,9 @@ class Budget:
         """
         runs = [run for run in self.ledger.runs_of(folder) if run["seed"] in seeds]
         for kind, description in ((RUN_TIME, "time"), (JUDGE_TIME, "time before the judge")):
-            first = self.mean_seconds(self.ledger.start["folder"], kind)
-            usual = len(runs) * first * self.slowdown(base, seeds, kind)
-            ratio = sum(run[kind] for run in runs) / usual
+            seconds_of_first = self.mean_seconds(self.ledger.start["folder"], kind)
+            expected = len(runs) * seconds_of_first * self.slowdown(base, seeds, kind)
+            ratio = sum(run[kind] for run in runs) / expected
             if ratio > max_ratio:
                 raise Refused(f"takes {ratio:.2f}x the {description} of the search's first folder")
 
@@ -67,13 +67,16 @@ class Budget:
 
         On a busy machine a program computes for longer, as others use its caches and its core.
         """
-        now, before = list[float](), list[float]()
+        times = list[float]()
+        other_times = list[float]()
         for run in self.ledger.runs_of(base):
-            times = now if run["seed"] in seeds else before
-            times.append(run[kind])
-        if not now or not before:
+            if run["seed"] in seeds:
+                times.append(run[kind])
+            else:
+                other_times.append(run[kind])
+        if not times or not other_times:
             return 1.0
-        return min(2.0, max(1.0, fmean(now) / fmean(before)))
+        return min(2.0, max(1.0, fmean(times) / fmean(other_times)))
 
     @property
     def limit(self) -> float:
@@ -86,8 +89,10 @@ class Budget:
         return self.limit_of(JUDGE_TIME)
 
     def limit_of(self, kind: str) -> float:
-        usual = self.mean_seconds(self.ledger.start["folder"], kind)
-        return 60 + SLOW * usual if usual else math.inf
+        seconds_of_first = self.mean_seconds(self.ledger.start["folder"], kind)
+        if not seconds_of_first:
+            return math.inf
+        return 60 + SLOW * seconds_of_first
 
 
 def sizes_of(model: Path) -> dict[str, int]:

@@ -14,18 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import correlation, fmean, stdev
 
-LOOKS = (4, 8, 16, 32, 64)  # pairs
-# Quantiles of Student's t for these pairs: 0.95, 0.975, and 0.995.
-T = {
-    4: (2.353, 3.182, 5.841),
-    8: (1.895, 2.365, 3.499),
-    16: (1.753, 2.131, 2.947),
-    32: (1.696, 2.040, 2.744),
-    64: (1.669, 1.998, 2.656),
-}
-T95, T975, T995 = range(3)
+# Quantiles of Student's t, by the number of pairs: 0.95, 0.975, and 0.995.
+T95 = {4: 2.353, 8: 1.895, 16: 1.753, 32: 1.696, 64: 1.669}
+T975 = {4: 3.182, 8: 2.365, 16: 2.131, 32: 2.040, 64: 1.998}
+T995 = {4: 5.841, 8: 3.499, 16: 2.947, 32: 2.744, 64: 2.656}
+LOOKS = tuple(T95)
+MIN_FRESH_PAIRS = 32
 FOUR_OF_FIVE = 0.84  # quantile of the normal distribution
 # The standard deviation of a pair's difference over that of a loss. At `quick`, losses that share a
 # seed correlate by 0.8, also with other initial weights: the order of the batches is most of it.
@@ -38,22 +35,42 @@ WORST = 1 / 6  # the share of pairs that may be bad so that all others do not lo
 LUCK = 3.0  # standard deviations by which the best of several hundred orders of batches gains
 
 
-def error(differences: Sequence[float]) -> float:
-    """The standard error of the mean."""
+@dataclass(frozen=True)
+class Decision:
+    """A verdict: `kept`, `no better`, or `undecided`; and the differences of pairs by which it was
+    made, on fresh seeds or on those that all tries share."""
+
+    verdict: str
+    differences: Sequence[float]
+    are_fresh: bool
+
+
+def standard_error(differences: Sequence[float]) -> float:
+    """The standard error of their mean."""
     return stdev(differences) / math.sqrt(len(differences))
 
 
-def half(differences: Sequence[float]) -> float:
-    """Half of the 95 % interval of the mean."""
-    return T[len(differences)][T975] * error(differences)
+def margin(differences: Sequence[float]) -> float:
+    """Half of the 95 % interval of their mean."""
+    return T975[len(differences)] * standard_error(differences)
 
 
 def screened(differences: Sequence[float], smallest_gain: float) -> str:
     """`better`, `no better`, or '' if more pairs must tell. smallest_gain: in nats."""
-    mean, e, t = fmean(differences), error(differences), T[len(differences)]
-    if mean + t[T95] * e < 0:
+    mean = fmean(differences)
+    error = standard_error(differences)
+    n = len(differences)
+    if mean + T95[n] * error < 0:
         return "better"
-    return "no better" if mean - t[T975] * e > -smallest_gain else ""
+    if mean - T975[n] * error > -smallest_gain:
+        return "no better"
+    return ""
+
+
+def is_confirmed(differences: Sequence[float]) -> bool:
+    """True if fresh pairs say that a change is better."""
+    error = standard_error(differences)
+    return fmean(differences) + T995[len(differences)] * error < 0
 
 
 def detectable_gains(deviation: float) -> dict[int, float]:
@@ -61,8 +78,11 @@ def detectable_gains(deviation: float) -> dict[int, float]:
 
     deviation is that of a loss from seed to seed.
     """
-    e = PAIRED * deviation
-    return {n: (T[n][T995] + FOUR_OF_FIVE) * e / math.sqrt(n) for n in LOOKS}
+    gains = {}
+    for n in LOOKS:
+        error = PAIRED * deviation / math.sqrt(n)
+        gains[n] = (T995[n] + FOUR_OF_FIVE) * error
+    return gains
 
 
 def pairs_for(smallest_gain: float, deviation: float) -> int:
@@ -78,25 +98,28 @@ def decide(
     fresh: Callable[[int], Sequence[float]],
     looks: Sequence[int],
     smallest_gain: float,
-) -> tuple[str, Sequence[float], bool]:
-    """The verdict on a change, the differences that it goes by, and whether they are fresh.
+) -> Decision:
+    """The verdict on a change.
 
-    shared gives the differences of the first pairs, fresh those of so many fresh ones; looks are
-    the numbers of pairs after which the first may be stopped.
+    shared returns the differences of the first n pairs, and fresh those of n fresh pairs. looks are
+    the numbers of pairs after which the first test may stop.
     """
-    verdict: str = ""
-    found: Sequence[float] = ()
+    outcome = ""
+    differences: Sequence[float] = ()
     for n in looks:
-        found = shared(n)
-        if verdict := screened(found, smallest_gain):
+        differences = shared(n)
+        outcome = screened(differences, smallest_gain)
+        if outcome:
             break
-    if verdict != "better":
-        return verdict or "undecided", found, False
+    if outcome != "better":
+        return Decision(outcome or "undecided", differences, are_fresh=False)
+
     # As if the change gained half of what it seems to; few pairs tell little of their deviation.
-    n = pairs_for(max(smallest_gain, -fmean(found) / 2), stdev(found) / PAIRED)
-    found = fresh(min(max(n, 32), looks[-1]))
-    is_better = fmean(found) + T[len(found)][T995] * error(found) < 0
-    return "kept" if is_better else "no better", found, True
+    likely_gain = max(smallest_gain, -fmean(differences) / 2)
+    n_fresh = max(MIN_FRESH_PAIRS, pairs_for(likely_gain, stdev(differences) / PAIRED))
+    differences = fresh(min(n_fresh, looks[-1]))
+    verdict = "kept" if is_confirmed(differences) else "no better"
+    return Decision(verdict, differences, are_fresh=True)
 
 
 def without_worst(
@@ -106,8 +129,8 @@ def without_worst(
     base: a few bad seeds do not hide that all others are alike."""
     pairs = sorted(zip(losses, base_losses, strict=True), key=lambda pair: pair[0] - pair[1])
     n_worst = max(1, round(WORST * len(pairs)))
-    most = pairs[:-n_worst]
-    return [loss for loss, _ in most], [base_loss for _, base_loss in most]
+    other_pairs = pairs[:-n_worst]
+    return [loss for loss, _ in other_pairs], [base_loss for _, base_loss in other_pairs]
 
 
 def may_be_luck(gain: float, losses: Sequence[float], base_losses: Sequence[float]) -> bool:
@@ -117,11 +140,11 @@ def may_be_luck(gain: float, losses: Sequence[float], base_losses: Sequence[floa
     its losses vary, most of all together with the base's. If they were chosen, its gain has to be
     more than that of the luckiest order.
     """
-    most_losses, most_base_losses = without_worst(losses, base_losses)
-    spread = stdev(most_losses)
-    if spread > CHOSEN_SPREAD * stdev(most_base_losses):
+    usual_losses, usual_base_losses = without_worst(losses, base_losses)
+    spread = stdev(usual_losses)
+    if spread > CHOSEN_SPREAD * stdev(usual_base_losses):
         return False
-    if correlation(most_losses, most_base_losses) > CHOSEN_CORRELATION:
+    if correlation(usual_losses, usual_base_losses) > CHOSEN_CORRELATION:
         return False
     base_spread = stdev(base_losses)
     base_spread += base_spread / math.sqrt(2 * len(base_losses))  # by one standard error of its own

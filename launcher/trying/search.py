@@ -203,24 +203,26 @@ class Search:
         self.measure(runs, comparison)
         losses = self.ledger.losses
         differences = [losses[source.sha256, seed] - losses[base.sha256, seed] for seed in seeds]
-        gain = f"{fmean(differences):+.4f} ±{rule.half(differences):.4f}"
+        gain = f"{fmean(differences):+.4f} ±{rule.margin(differences):.4f}"
         self.report(f"{len(seeds)} pairs of {comparison.kind} seeds: {gain}")
-        self.check_own_losses(comparison, seeds)
+        self.check_losses(comparison, seeds)
         max_ratio = MAX_TIME if comparison.are_fresh else CLEARLY_SLOW
         self.budget.check_time(source.sha256, base.sha256, seeds, max_ratio)
         return differences
 
-    def check_own_losses(self, comparison: Comparison, seeds: Sequence[int]) -> None:
+    def check_losses(self, comparison: Comparison, seeds: Sequence[int]) -> None:
         """Raise Refused if the runs of a folder are one run, or those of another folder."""
-        losses, own = self.ledger.losses, comparison.source.sha256
-        own_losses = [losses[own, seed] for seed in seeds]
-        if len(set(own_losses)) < len(seeds):
+        losses = self.ledger.losses
+        candidate = comparison.source.sha256
+        losses_of_candidate = [losses[candidate, seed] for seed in seeds]
+        if len(set(losses_of_candidate)) < len(seeds):
             raise Refused("different seeds give the same loss")
-        for other in {folder for folder, _ in losses} - {own}:
-            if [losses.get((other, seed)) for seed in seeds] == own_losses:
-                is_base = other == comparison.base.sha256
-                whose = "the base" if is_base else f"folder {other[:8]}, tried before"
-                raise Refused(f"its runs are those of {whose}: the change changes nothing")
+        for folder in {folder for folder, _ in losses} - {candidate}:
+            if [losses.get((folder, seed)) for seed in seeds] == losses_of_candidate:
+                name = f"folder {folder[:8]}, tried before"
+                if folder == comparison.base.sha256:
+                    name = "the base"
+                raise Refused(f"its runs are those of {name}: the change changes nothing")
 
     # -- a try ------------------------------------------------------------------------------------
 
@@ -320,17 +322,20 @@ class Search:
         if self.makes_jobs:  # each look would be one
             looks = looks[-1:]
         smallest_gain = self.start["smallest_gain"]
-        verdict, differences, are_fresh = rule.decide(
-            on_shared_seeds, on_fresh_seeds, looks, smallest_gain
-        )
-        facts = {**self.numbers(source, base, differences), "fresh": are_fresh}
+        decision = rule.decide(on_shared_seeds, on_fresh_seeds, looks, smallest_gain)
+        facts = {
+            **self.numbers(source, base, decision.differences),
+            "fresh": decision.are_fresh,
+            "verdict": decision.verdict,
+        }
+        gain = -fmean(decision.differences)
         losses, base_losses = self.paired_losses(source, base)
-        if verdict == "kept" and rule.may_be_luck(-fmean(differences), losses, base_losses):
-            why = (
+        if decision.verdict == "kept" and rule.may_be_luck(gain, losses, base_losses):
+            facts["verdict"] = "no better"
+            facts["why"] = (
                 "its losses hardly follow the seeds: a lucky order of its batches may gain as much"
             )
-            return {**facts, "verdict": "no better", "why": why}
-        return {**facts, "verdict": verdict}
+        return facts
 
     def paired_losses(self, source: Source, base: Source) -> tuple[list[float], list[float]]:
         """The losses of a folder and of the base, for all seeds that both were trained with."""
@@ -344,7 +349,7 @@ class Search:
 
     def numbers(self, source: Source, base: Source, differences: Sequence[float]) -> Entry:
         """The difference with its 95 % interval, and the time beside the base's."""
-        mean, margin = fmean(differences), rule.half(differences)
+        mean, margin = fmean(differences), rule.margin(differences)
         times = self.budget.mean_seconds(source.sha256) / self.budget.mean_seconds(base.sha256)
         return {
             "pairs": len(differences),
@@ -356,12 +361,13 @@ class Search:
 
     def gain(self, n: int) -> Entry:
         """What all kept folders gain together, on fresh seeds."""
-        first, now = self.first, self.source(self.ledger.base)
-        if first.sha256 == now.sha256:
+        first = self.first
+        last = self.source(self.ledger.base)
+        if first.sha256 == last.sha256:
             raise InputError("nothing was kept yet")
-        seeds = self.ledger.seeds(f"gain of {now.sha256}", n)  # not those by which it was kept
-        differences = self.differences(Comparison(now, first, are_fresh=True), seeds)
-        return self.ledger.add("gain", folder=now.sha256, **self.numbers(now, first, differences))
+        seeds = self.ledger.seeds(f"gain of {last.sha256}", n)  # not those by which it was kept
+        differences = self.differences(Comparison(last, first, are_fresh=True), seeds)
+        return self.ledger.add("gain", folder=last.sha256, **self.numbers(last, first, differences))
 
 
 def directory_of(name: str, settings: Settings) -> Path:

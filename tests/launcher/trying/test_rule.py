@@ -42,9 +42,10 @@ def attempt(
         return [draw.gauss(-gain, DEVIATION) for _ in range(n)]
 
     looks = [n for n in rule.LOOKS if n <= max_pairs]
-    verdict, differences, _ = rule.decide(shared, fresh, looks, smallest_gain)
-    holds_gain = abs(fmean(differences) + gain) < rule.half(differences)
-    return Attempt(verdict == "kept", sum(n_pairs.values()), holds_gain)
+    decision = rule.decide(shared, fresh, looks, smallest_gain)
+    error = abs(fmean(decision.differences) + gain)
+    holds_gain = error < rule.margin(decision.differences)
+    return Attempt(decision.verdict == "kept", sum(n_pairs.values()), holds_gain)
 
 
 def test_what_changes_nothing_is_hardly_ever_kept():
