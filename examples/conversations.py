@@ -21,22 +21,27 @@ from pathlib import Path
 
 from sm_nanogpt import Job, Request, Settings, launch, upload_data
 
+Pair = tuple[str, str]  # a question and its answer
+
 BASE = {"n_embd": 192, "n_head": 3, "n_layer": 4, "block_size": 128, "batch_size": 12}
 HELD_OUT = 100  # questions of each kind
 
 
-def questions(text: str, seed: int) -> dict[str, list[tuple[str, str]]]:
+def questions(text: str, seed: int) -> dict[str, list[Pair]]:
     """Questions and answers by kind, each question once, in random order."""
     vocabulary = sorted(set(re.findall(r"\b[a-z]{3,7}\b", text)))
-    kinds: dict[str, list[tuple[str, str]]] = {"sum": [], "larger": [], "spelling": []}
+    sums: list[Pair] = []
+    comparisons: list[Pair] = []
     for larger in range(100):
         for smaller in range(larger):
-            # Each pair in one order only, so that none is known by the other.
+            # Two numbers in one order only, so that none is known by the other.
             a, b = (larger, smaller) if (larger + smaller) % 2 else (smaller, larger)
-            kinds["sum"].append((f"What is {a} + {b}?", str(a + b)))
-            kinds["larger"].append((f"Which is larger, {a} or {b}?", str(larger)))
+            sums.append((f"What is {a} + {b}?", str(a + b)))
+            comparisons.append((f"Which is larger, {a} or {b}?", str(larger)))
+    spellings: list[Pair] = []
     for term in vocabulary:
-        kinds["spelling"].append((f"How do you spell {term}?", "-".join(term)))
+        spellings.append((f"How do you spell {term}?", "-".join(term)))
+    kinds = {"sum": sums, "larger": comparisons, "spelling": spellings}
     for pairs in kinds.values():
         random.Random(seed).shuffle(pairs)
     return kinds
@@ -46,7 +51,7 @@ def messages_of(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def write_conversations(path: Path, pairs: Sequence[tuple[str, str]], seed: int) -> None:
+def write_conversations(path: Path, pairs: Sequence[Pair], seed: int) -> None:
     """Writes the pairs of question and answer, one to three of them in each conversation."""
     generator = random.Random(seed)
     remaining = list(pairs)
@@ -59,7 +64,7 @@ def write_conversations(path: Path, pairs: Sequence[tuple[str, str]], seed: int)
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def write_questions(path: Path, kinds: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+def write_questions(path: Path, kinds: Mapping[str, Sequence[Pair]]) -> None:
     """Writes a conversation of each question and its answer, with its kind."""
     with path.open("w", encoding="utf-8") as file:
         for kind, pairs in kinds.items():
@@ -84,8 +89,11 @@ def run_round(args: argparse.Namespace, seed: int, directory: Path) -> None:
     base, base_seconds = trained(request, settings)
 
     kinds = questions(args.text.read_text(encoding="utf-8"), seed)
-    new = {kind: pairs[: args.ask] for kind, pairs in kinds.items()}
-    learned = [pair for pairs in kinds.values() for pair in pairs[args.ask :]]
+    new: dict[str, list[Pair]] = {}
+    learned: list[Pair] = []
+    for kind, pairs in kinds.items():
+        new[kind] = pairs[: args.ask]
+        learned += pairs[args.ask :]
     chats_file = directory / "chats.jsonl"
     write_conversations(chats_file, learned, seed)
     chats = upload_data(chats_file, settings, tokenizer=base.id)

@@ -67,7 +67,8 @@ def write(directory: Path, file: Path, dtype: str) -> None:
     token_of_id = {}
     for token, id in {**tokenizer["model"]["vocab"], **special}.items():
         token_of_id[id] = token
-    tokens, types = [], []
+    tokens = []
+    types = []
     for id in range(config["vocab_size"]):
         token = token_of_id.get(id)
         tokens.append(f"[PAD{id}]" if token is None else token)
@@ -87,8 +88,8 @@ def write(directory: Path, file: Path, dtype: str) -> None:
     writer.add_token_merges(merges)
     writer.add_add_bos_token(False)
     settings = json.loads((directory / "tokenizer_config.json").read_bytes())
-    if template := settings.get("chat_template"):
-        writer.add_chat_template(template)
+    if settings.get("chat_template"):
+        writer.add_chat_template(settings["chat_template"])
         writer.add_eot_token_id(special["<|im_end|>"])
     if config["eos_token_id"] is not None:
         writer.add_eos_token_id(config["eos_token_id"])

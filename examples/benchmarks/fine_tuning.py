@@ -35,7 +35,8 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     old.write_text(text[:cut], encoding="utf-8")
     vocabulary = set(text[:cut])  # a model of characters refuses unknown characters
     new = scratch / "new.txt"
-    new.write_text("".join(c for c in text[cut:] if c in vocabulary), encoding="utf-8")
+    known_text = "".join(character for character in text[cut:] if character in vocabulary)
+    new.write_text(known_text, encoding="utf-8")
     # The preset's batches; the shape comes from the model.
     tuning = {"batch_size": 12, "device": "cpu", "max_steps": steps // 10, **args.ours}
 
@@ -58,11 +59,12 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         "tuned": f"from a model, {tuning['max_steps']} steps",
     }
     runs = measure.alternate(args.rounds, {name: partial(trained, name) for name in names})
-    losses = {name: measure.column(rounds, 0) for name, rounds in runs.items()}
-    seconds = {name: measure.column(rounds, 1) for name, rounds in runs.items()}
+    losses: dict[str, list[float]] = {}
     report = Report()
-    for name, label in names.items():
-        report.rows.append({"": label, "loss": losses[name], "training s": seconds[name]})
+    for name, rounds in runs.items():
+        losses[name] = measure.column(rounds, 0)
+        seconds = measure.column(rounds, 1)
+        report.rows.append({"": names[name], "loss": losses[name], "training s": seconds})
     gain = measure.differences(losses["tuned"], losses["scratch"])
     report.findings = {
         "options of the tuned run": shlex.join(measure.as_arguments(tuning)),

@@ -79,15 +79,16 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     singles = grid(base) if args.grid else {"2.25 times the steps": longer(base, size, tokens)}
     sides = {"two generations": {**base, "generations": 2}, **singles}
 
-    def trained(side: str, index: int) -> list[tuple[int, float]]:
+    def trained(side: str, index: int) -> dict[int, float]:
         values = {**sides[side], "seed": args.first_seed + index}
         values["eval_interval"] = math.ceil(int(values["max_steps"]) / 8)
         out = scratch / f"{index}-{list(sides).index(side)}"
         measure.output(ours(args.text, out, values, threads=1).process)
-        rows = [row for row in our_metrics(out) if "val_loss" in row]
-        curve = [(row["step"], row["val_loss"]) for row in rows]
-        best = min(loss for _, loss in curve)
-        measure.note(f"seed {values['seed']}: {side}: {best:.4f}")
+        curve: dict[int, float] = {}
+        for row in our_metrics(out):
+            if "val_loss" in row:
+                curve[row["step"]] = row["val_loss"]
+        measure.note(f"seed {values['seed']}: {side}: {min(curve.values()):.4f}")
         return curve
 
     losses: dict[str, list[float]] = {"one run": []}
@@ -100,11 +101,13 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
             curve = future.result()
             if side == "two generations":
                 last_of_first = make_config(base).max_steps
-                first = [loss for step, loss in curve if step <= last_of_first]
+                first = [loss for step, loss in curve.items() if step <= last_of_first]
                 losses["one run"].append(min(first))
-            losses.setdefault(side, []).append(min(loss for _, loss in curve))
+            losses.setdefault(side, []).append(min(curve.values()))
 
-    report = Report([{"": side, "loss": side_losses} for side, side_losses in losses.items()])
+    report = Report()
+    for side, losses_of_side in losses.items():
+        report.rows.append({"": side, "loss": losses_of_side})
     best_single = min(singles, key=lambda side: fmean(losses[side]))
     for side in ("one run", best_single):
         gain = measure.differences(losses["two generations"], losses[side])

@@ -13,7 +13,6 @@ as a search does: by the rule, by the sum of the times, and by how the losses fo
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 import sys
@@ -67,17 +66,26 @@ def make_runs(text: Path, seeds: range, names: list[str]) -> None:
         settings = Settings(home=Path(home))
         request = Request(instance="local", preset="quick", data=str(text))
         search = begin_search("rule", request, settings, 0.005, None, print)
-        sources = {name: edited(FOLDERS[name]) for name in names}
         for first in seeds[::8]:
-            some = range(first, min(first + 8, seeds.stop))
-            pairs = itertools.product(sources.values(), some)
-            search.measure([SeededRun(source, seed) for source, seed in pairs])
-            entries = {(run["folder"], run["seed"]): run for run in search.ledger.of("run")}
+            runs = []
+            names_of_folders = {}
+            for name in names:
+                source = edited(FOLDERS[name])
+                names_of_folders[source.sha256] = name
+                for seed in range(first, min(first + 8, seeds.stop)):
+                    runs.append(SeededRun(source, seed))
+            search.measure(runs)
+            measured = {(run["folder"], run["seed"]): run for run in search.ledger.of("run")}
             with RUNS.open("a") as file:
-                for (name, source), seed in itertools.product(sources.items(), some):
-                    entry = entries[source.sha256, seed]
-                    row = {"folder": name, "seed": seed, "loss": round(entry["loss"], 6)}
-                    file.write(json.dumps({**row, "seconds": entry["seconds"]}) + "\n")
+                for run in runs:
+                    entry = measured[run.source.sha256, run.seed]
+                    row = {
+                        "folder": names_of_folders[run.source.sha256],
+                        "seed": run.seed,
+                        "loss": round(entry["loss"], 6),
+                        "seconds": entry["seconds"],
+                    }
+                    file.write(json.dumps(row) + "\n")
 
 
 @dataclass
@@ -113,15 +121,17 @@ class Try:
     is_slow: bool = False
 
     def differences(self, seeds: Sequence[int]) -> list[float]:
-        losses = [self.loss_of(seed) for seed in seeds]
-        base_losses = [self.base.losses[seed] for seed in seeds]
-        self.losses += losses
-        self.base_losses += base_losses
+        differences = []
+        for seed in seeds:
+            loss = self.loss_of(seed)
+            base_loss = self.base.losses[seed]
+            self.losses.append(loss)
+            self.base_losses.append(base_loss)
+            differences.append(loss - base_loss)
         seconds_of_draw = sum(random.choices(self.seconds, k=len(seeds)))
         usual_seconds = len(seeds) * fmean(self.base.seconds.values())
         self.is_slow = self.is_slow or seconds_of_draw > MAX_TIME * usual_seconds
-        pairs = zip(losses, base_losses, strict=True)
-        return [loss - base_loss for loss, base_loss in pairs]
+        return differences
 
     def on_shared_seeds(self, n: int) -> list[float]:
         self.losses.clear()
@@ -201,9 +211,9 @@ def check_rule(smallest_gain: float) -> None:
         results = verdicts(base, with_bad_seeds(base, gain), seconds, smallest_gain)
         show(f"the same, with one bad seed in twelve of 0.05: {gain:g}", results, gain)
     for gain in (0.1, 0.3):
-        slow = [*base.seconds.values()] * 3 + [
-            10 * seconds for seconds in base.seconds.values()
-        ] * 2
+        quick_seconds = list(base.seconds.values())
+        slow_seconds = [10 * seconds for seconds in quick_seconds]
+        slow = quick_seconds * 3 + slow_seconds * 2
         results = verdicts(base, honest(base, other, gain), slow, smallest_gain)
         show(f"gains {gain:g}, ten times as slow for 40 % of the seeds", results, gain)
 
@@ -225,14 +235,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("runs", "rule"))
+    parser.add_argument("action", choices=("runs", "rule"))
     parser.add_argument("--text", type=Path)
     parser.add_argument("--seeds", type=int, nargs=2, default=(1, 48), metavar="N")
     parser.add_argument("--folders", nargs="*", default=list(FOLDERS))
     parser.add_argument("--smallest-gain", type=float, default=0.005)
     args = parser.parse_args()
     random.seed(1)
-    if args.what == "runs":
+    if args.action == "runs":
         make_runs(args.text, range(args.seeds[0], args.seeds[1] + 1), args.folders)
     else:
         check_rule(args.smallest_gain)

@@ -17,7 +17,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-TOKENS = torch.tensor([min(ord(c), 127) for c in "".join(topics.values())[:60_000]])
+TEXT = "".join(topics.values())[:60_000]
+TOKENS = torch.tensor([ord(character) for character in TEXT]).clamp_max(127)
 TRAINING, HELD_OUT = TOKENS[:10_000], TOKENS[10_000:]
 SEEN = 8  # characters of context
 
