@@ -43,7 +43,7 @@ class Checkpoints:
         self.saved_at = time.monotonic()  # when the newest was begun, or the curve
         self.cost = 0.0  # seconds to write the newest
 
-    def claim(self, is_new: bool = False) -> None:
+    def claim(self, is_new: bool) -> None:
         """Locks the directory against other runs on this machine while this process lives.
 
         Raises ConfigError if another run uses it, or if this run is new and the directory holds a

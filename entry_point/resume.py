@@ -36,7 +36,7 @@ def live_tensors(trainer: Trainer) -> dict[str, Tensor]:
     return tensors
 
 
-def state_of(trainer: Trainer, loss_sum: float = 0.0) -> dict[str, Any]:
+def state_of(trainer: Trainer, loss_sum: float) -> dict[str, Any]:
     """Everything else that a checkpoint holds; loss_sum is that of all world_size ranks."""
     group, corpus, container = trainer.group, trainer.corpus, trainer.container
     on_cpu = group.device.type == "cpu"
@@ -147,7 +147,8 @@ def load_checkpoint(
     Returns the live tensors; in place of those that only another rank has, the saved ones, to be
     sent. Raises ConfigError if this run cannot continue that one.
     """
-    check_resumable(state, state_of(trainer))
+    config = dataclasses.asdict(trainer.config)
+    check_resumable(state, {"config": config, "corpus_sha256": trainer.corpus.sha256})
     trainer.metrics = state.pop("metrics")
     del state["tokenizer"]  # other ranks need neither, and both may be large
     for name in [name for name in saved if name.startswith("best.")]:

@@ -188,15 +188,19 @@ def main(argv: Sequence[str]) -> int:
     try:
         return train(config, options, container, ranks)
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        tokens = tokens_per_pass(config, rank_device(config, container, ranks))
-        n_passes = config.passes(ranks.world_size, tokens)
-        raise TrainingError(
-            f"set a larger gradient_accumulation_steps (now {n_passes}), recompute=True, or a"
-            " smaller batch_size, block_size or n_embd; torch says:"
-            f" {first_line(error)}"
-        ) from None
+        if is_out_of_memory(error):
+            device = rank_device(config, container, ranks)
+            n_passes = config.passes(ranks.world_size, tokens_per_pass(config, device))
+            raise out_of_memory(n_passes, error) from None
+        raise
+
+
+def out_of_memory(n_passes: int, error: Exception) -> TrainingError:
+    """What a run that makes so many passes a step may do about torch's error."""
+    return TrainingError(
+        f"set a larger gradient_accumulation_steps (now {n_passes}), recompute=True, or a smaller"
+        f" batch_size, block_size or n_embd; torch says: {first_line(error)}"
+    )
 
 
 @functools.cache
