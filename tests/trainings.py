@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -61,9 +62,11 @@ def trainer_of(tmp_path: Path, **values: Any) -> Trainer:
     return Trainer(Config(**{**SMALL, **values}), container, group, corpus)
 
 
+# A run that is interrupted: its checkpoints come with its evaluations.
+CUT: dict[str, Any] = dict(dropout=0.2, short_windows=0.6, max_steps=30)
+CUT |= dict(log_interval=1, eval_interval=5, checkpoint_seconds=3600)
 # Gradients of more than 1 MB, which DistributedDataParallel reduces in two buckets.
-EXACT: dict[str, Any] = dict(n_embd=128, n_head=4, dropout=0.2, short_windows=0.6)
-EXACT |= dict(max_steps=30, log_interval=1, eval_interval=5, checkpoint_seconds=3600)
+EXACT: dict[str, Any] = {**CUT, "n_embd": 128, "n_head": 4}
 
 
 def assert_same_end(one: Path, other: Path) -> None:
@@ -87,8 +90,28 @@ def assert_same_end(one: Path, other: Path) -> None:
     assert curve_without_clock(one) == curve_without_clock(other)
 
 
+class Killed(Exception):
+    """In place of a kill, for a trainer in this process."""
+
+
+def run_until_killed(trainer: Trainer, step: int) -> None:
+    """Runs up to a step, and leaves the files as a kill after it does."""
+    train_step = trainer.train_step
+
+    def train_or_die() -> None:
+        train_step()
+        if trainer.step == step:
+            raise Killed
+
+    with patch.object(trainer, "train_step", train_or_die), pytest.raises(Killed):
+        trainer.run()
+
+
 def curve_without_clock(host: Path) -> list[dict[str, Any]]:
-    rows = metrics(host / "output/data")
+    output = host / "output/data"
+    if not output.exists():  # outside of a container
+        output = host / "output"
+    rows = metrics(output)
     for row in rows:
         del row["tokens_per_second"], row["time"]
     return rows

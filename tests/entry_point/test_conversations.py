@@ -55,8 +55,8 @@ def test_rows_hold_whole_conversations_once(lengths):
 
 
 def test_a_long_conversation_ends_with_an_answer_that_fits():
-    packed = Packed(tensor([~1, 2, 2, ~3, ~3, 4, 4, 4, ~END]), END, block_size=5)
-    assert packed.rows.tolist() == [[~1, 2, 2, ~END, ~END, ~END]]
+    packed = Packed(tensor([~1, 2, 0, ~3, ~3, 4, 4, 4, ~END]), END, block_size=5)
+    assert packed.rows.tolist() == [[~1, 2, 0, ~END, ~END, ~END]]
     assert packed.n_cut == 1
     assert packed.n_dropped == 0
     assert packed.question() == [1]
@@ -168,8 +168,7 @@ def test_the_loss_is_transformers_loss_of_labels(directory):
     assert float(ours) == pytest.approx(float(theirs(x, labels=labels).loss), abs=1e-5)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_a_tuning_resumes_to_the_same_bits(tuned, directory, tmp_path, processes):
+def test_a_tuning_resumes_to_the_same_bits(tuned, directory, tmp_path):
     _, _, data = tuned
     whole = tmp_path / "whole"
     half = tmp_path / "half"
@@ -182,7 +181,7 @@ def test_a_tuning_resumes_to_the_same_bits(tuned, directory, tmp_path, processes
         batch_size=12,
         sample_length=0,
         device="cpu",
-        processes=processes,
+        processes=2,
         checkpoint_seconds=0.001,
     )
     ended = run(arguments, cwd=tmp_path)
@@ -203,7 +202,7 @@ def test_any_number_of_ranks_has_the_losses_of_each_alone(tuned, directory, tmp_
     values: dict[str, Any] = dict(max_steps=6, eval_interval=1, log_interval=1, batch_size=12)
     values |= dict(sample_length=0, device="cpu", precision="float32")
     curves = []
-    for processes in (1, 2, 4):
+    for processes in (1, 3):
         out = tmp_path / str(processes)
         arguments = command_line(data=data, init_from=directory, out=out, **values)
         ended = run([*arguments, *command_line(processes=processes)], cwd=tmp_path)

@@ -60,14 +60,14 @@ def epoch_of(b: Batches, epoch: int) -> list[int]:
     return [int(b.rows(step, 0, 1)[0][0, 0]) for step in steps]
 
 
-@pytest.mark.parametrize("n", [9, 10, 16, 17, 18, 24, 25, 100, 1001, 1033])
-def test_an_epoch_has_each_window_once(pools, n):
-    b = batches(n, batch_size=1)
-    for epoch in range(5):
-        starts = epoch_of(b, epoch)
-        first = min(starts)
-        assert sorted(starts) == [*range(first, first + 8 * len(starts), 8)]
-        assert 8 * len(starts) >= n - 16
+def test_an_epoch_has_each_window_once(pools):
+    for n in (9, 10, 16, 17, 18, 24, 25, 100, 1001, 1033):
+        b = batches(n, batch_size=1)
+        for epoch in range(5):
+            starts = epoch_of(b, epoch)
+            first = min(starts)
+            assert sorted(starts) == list(range(first, first + 8 * len(starts), 8)), n
+            assert 8 * len(starts) >= n - 16
 
 
 def test_a_text_of_one_pool_is_shuffled_as_a_whole():
@@ -100,7 +100,7 @@ def test_epochs_cut_the_text_at_other_places(pools):
     assert phases == set(range(8))
 
 
-@pytest.mark.parametrize("n", [9, 10, 17, 30, 100])
+@pytest.mark.parametrize("n", [9, 17, 100])
 def test_targets_are_the_inputs_shifted_by_one(pools, n):
     b = batches(n)
     ids_trained_on: set[int] = set()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from runs import ended, kill, make_hosts, metrics, started, wait_for_line
-from trainings import EXACT, assert_same_end, small, trained, trainer_of
+from trainings import CUT, EXACT, assert_same_end, run_until_killed, small, trained, trainer_of
 
 from sm_nanogpt.entry_point import kernels
 from sm_nanogpt.entry_point.config import Config, check_resumable
@@ -132,18 +132,19 @@ def test_passes_with_a_teacher_are_replayed_as_executed(tmp_path, cuda):
         assert torch.equal(a, b)
 
 
-def test_a_generation_begins_with_a_graph_for_each_length(tmp_path, monkeypatch, graphs):
+def test_each_warm_up_compiles_all_that_follows(tmp_path, monkeypatch, graphs):
+    """A graph for each of four lengths of windows."""
     lengths = dict(short_windows=0.5, max_steps=8, generations=2, eval_interval=8)
-    trainer = trainer_of(tmp_path, n_layer=1, compile="on", **lengths)
-    begin = trainer.begin_generation
+    values = dict(precision="bfloat16", dropout=0.1)  # attention by products
+    trainer = trainer_of(tmp_path, n_layer=1, compile="on", **values, **lengths)
+    warm_up = trainer.warm_up
     n_graphs: list[int] = []
 
-    def begin_and_count() -> None:
-        n_graphs.append(len(graphs))
-        begin()
+    def warm_up_and_count() -> None:
+        warm_up()
         n_graphs.append(len(graphs))
 
-    monkeypatch.setattr(trainer, "begin_generation", begin_and_count)
+    monkeypatch.setattr(trainer, "warm_up", warm_up_and_count)
     assert trainer.run()
     assert n_graphs == [4, 12]  # of the model, then of the teacher and of the model that it teaches
     assert len(graphs) == 12
@@ -152,15 +153,22 @@ def test_a_generation_begins_with_a_graph_for_each_length(tmp_path, monkeypatch,
 # -- the whole run ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2])
-def test_interrupted_generations_end_with_the_same_bits(tmp_path, text, n_ranks):
-    values = {**EXACT, **THREE, "processes": n_ranks}
+def test_killed_generations_end_with_the_same_bits(tmp_path):
+    values = {**CUT, **THREE}
+    assert trainer_of(tmp_path / "calm", **values).run()
+    for step in (7, 17, 23):  # one of each generation
+        run_until_killed(trainer_of(tmp_path / "cut", **values), step)
+    assert trainer_of(tmp_path / "cut", **values).run()
+    assert_same_end(tmp_path / "cut", tmp_path / "calm")
+
+
+def test_interrupted_generations_of_ranks_do_so_too(tmp_path, text):
+    values = {**EXACT, **THREE, "processes": 2}
     trained(tmp_path, make_hosts(tmp_path / "calm", text)[0], **values)
     env = make_hosts(tmp_path / "cut", text)[0]
-    for line in ("step=7/30", "step=17/30", "step=23/30"):  # one of each generation
-        with started(small(**values), cwd=tmp_path, env=env) as process:
-            wait_for_line(process, line)
-            kill(process)
+    with started(small(**values), cwd=tmp_path, env=env) as process:
+        wait_for_line(process, "step=17/30")
+        kill(process)
     with started(small(**values), cwd=tmp_path, env=env) as process:
         wait_for_line(process, "step=26/30")
         process.send_signal(SIGTERM)

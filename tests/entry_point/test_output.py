@@ -192,6 +192,8 @@ def row(step: int, train_loss: float, val_loss: float) -> dict[str, float]:
         ([row(4, 3.0, 3.0), row(10, 2.0, 3.1)], "no later val_loss was lower"),  # rose little
         ([row(5, 2.0, 3.0), row(10, 2.0, 3.2)], "no later val_loss was lower"),  # not memorized
         ([row(6, 3.0, 3.0), row(10, 2.0, 3.2)], "no later val_loss was lower"),  # late
+        # It started from a model.
+        ([{"step": 0, "val_loss": 3.0}, row(10, 0.5, 3.2)], "no later val_loss was lower"),
     ],
 )
 def test_a_last_line_says_why_an_earlier_step_is_kept(rows, message):

@@ -168,8 +168,7 @@ def test_ranks_make_as_many_passes_as_the_smallest_gpu(tmp_path, text_file):
     assert [end.output for end in run_ranks(tmp_path, text_file, 2, probe)] == ["4\n", "4\n"]
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 3])
-def test_shared_updates_have_the_bits_of_one_rank(tmp_path, text_file, n_ranks):
+def test_shared_updates_have_the_bits_of_one_rank(tmp_path, text_file):
     """In slices, of weights that are fused, wide and tall."""
     probe = (
         "optim = sys.modules['sm_nanogpt.entry_point.optim']\n"
@@ -202,5 +201,5 @@ def test_shared_updates_have_the_bits_of_one_rank(tmp_path, text_file, n_ranks):
         "        assert ours[name].is_meta or torch.equal(ours[name], theirs[name])\n"
         "    print(len(set(muons[0].owners().values())))\n"
     )
-    ends = run_ranks(tmp_path, text_file, n_ranks, probe)
-    assert {end.output for end in ends} == {2 * f"{n_ranks}\n"}
+    for end in run_ranks(tmp_path, text_file, 3, probe):
+        assert end.output == "3\n3\n"  # ranks that own a part, in each precision

@@ -173,6 +173,12 @@ def test_a_part_shorter_than_one_window_is_an_error(tmp_path):
         corpus_of(write(tmp_path / "b.txt", "a" * 8), path)
 
 
+def test_characters_have_no_documents_to_mask(tmp_path):
+    path = write(tmp_path / "a.txt", STRANGE)
+    with pytest.raises(DataError, match=r"^mask_documents needs tokens, .*; leave it out$"):
+        corpus_of(path, mask_documents=True)
+
+
 def test_more_characters_than_memory_holds_are_not_read(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", STRANGE)
     os.truncate(path, 2 * 10**9 + 1)

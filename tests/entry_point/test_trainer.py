@@ -156,6 +156,18 @@ def test_evaluations_change_no_bit_of_the_training(tmp_path, monkeypatch):
     assert torch.equal(last_weights[0], last_weights[1])
 
 
+def test_a_model_that_has_made_no_step_has_no_speed(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=2)
+    trainer.log_metrics(evaluates=True)
+    (row,) = trainer.metrics
+    assert row.keys() == {
+        "step", "val_loss", "best_loss", "bits_per_byte", "learning_rate", "time"
+    }  # fmt: skip
+    trainer.train_step_and_agree()
+    trainer.log_metrics(evaluates=False)
+    assert trainer.metrics[1]["tokens_per_second"] > 0
+
+
 def test_a_resumed_run_exports_the_best_weights_before_it(tmp_path, monkeypatch):
     losses = iter([2.0, 3.0, 4.0])
     monkeypatch.setattr("sm_nanogpt.entry_point.trainer.evaluate", lambda *_: next(losses))
