@@ -379,7 +379,27 @@ class Trainer:
         if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
             share_cores(self.group.local_world_size)
         best = huggingface.with_weights(self.config, len(self.corpus.tokenizer), self.best)
-        self.model.load_state_dict(best.state_dict())
+        difference, leak = self.write_results(best)
+
+        if self.config.sample_length:
+            self.model.load_state_dict(best.state_dict())
+            self.log_sample("after training", self.config.sample_length)
+        for line in best_lines(self.metrics, self.best_step, self.config.generations):
+            log(line)
+        if difference:
+            log(
+                "note: the edited script computes another model than Qwen3, so transformers and"
+                f" vLLM cannot load it, and sm-nanogpt can: {difference}"
+            )
+        if leak:
+            log(f"warning: {leak}")
+        log(f"model written to {self.container.model_dir}")
+
+    def write_results(self, best: GPT) -> tuple[str, str]:
+        """Writes the best model, with its moments, and the curve.
+
+        Returns how the model differs from Qwen3, and how it looks ahead, each "" if it does not.
+        """
         training = {
             "script_sha256": huggingface.SCRIPT_SHA256,
             "step": self.best_step,
@@ -393,23 +413,11 @@ class Trainer:
         model_dir = self.container.model_dir
         output_dir = self.container.output_dir
         with self.checkpoints.writing(model_dir):
-            difference, leak = huggingface.write_artefact(
+            findings = huggingface.write_artefact(
                 model_dir, best, self.corpus.tokenizer, training, self.corpus.is_chat
             )
             write_moments(model_dir, self.moments_of_best())
         with self.checkpoints.writing(output_dir):
             output_dir.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(self.checkpoints.curve, output_dir / "metrics.jsonl")
-
-        if self.config.sample_length:
-            self.log_sample("after training", self.config.sample_length)
-        for line in best_lines(self.metrics, self.best_step, self.config.generations):
-            log(line)
-        if difference:
-            log(
-                "note: the edited script computes another model than Qwen3, so transformers and"
-                f" vLLM cannot load it, and sm-nanogpt can: {difference}"
-            )
-        if leak:
-            log(f"warning: {leak}")
-        log(f"model written to {model_dir}")
+        return findings
