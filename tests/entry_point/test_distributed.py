@@ -29,6 +29,7 @@ from runs import (
 )
 from trainings import container, rank_variables
 
+from sm_nanogpt.entry_point import train
 from sm_nanogpt.entry_point.container import Container, Ranks
 from sm_nanogpt.entry_point.distributed import Group
 from sm_nanogpt.entry_point.errors import TrainingError
@@ -78,11 +79,11 @@ def test_a_group_error_omits_the_cpp_stack_trace(monkeypatch):
     assert f"{message} (GLOO_" in str(caught.value)
 
 
-def test_processes_that_no_launcher_started_are_refused(tmp_path, text_file):
-    env = {**rank_variables(0, 1, 0, 1), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    end = run(command_line(**SMALL, data=text_file, processes=4), cwd=tmp_path, env=env)
-    assert end.status == 1
-    assert "processes=4, but torchrun started 1" in end.output
+def test_processes_that_no_launcher_started_are_refused(monkeypatch):
+    for name, value in rank_variables(0, 1, 0, 1).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TrainingError, match="processes=4, but torchrun started 1"):
+        train.main(command_line(data="input.txt", processes=4))
 
 
 def test_hosts_started_alone_make_one_model(text, tmp_path):

@@ -177,9 +177,9 @@ def test_masked_attention_stops_at_the_end_of_a_document(dtype, dropout):
         other = x.clone()
         other[0, position] += 3
         logits = []
-        for ids_there in (x, other):
+        for tokens in (x, other):
             torch.manual_seed(1)
-            logits.append(model(ids_there, end=0)[0])
+            logits.append(model(tokens, end=0)[0])
         assert torch.equal(logits[0][:position], logits[1][:position])
         assert not torch.allclose(logits[0][position:3], logits[1][position:3])
         assert torch.equal(logits[0][3:], logits[1][3:])
@@ -254,13 +254,14 @@ def test_blocks_without_a_key_to_attend_are_skipped(monkeypatch, own_end):
 def test_layers_computed_twice_have_the_same_gradients(dropout, dtype):
     results = []
     layers = []
+    x, y = ids(12, 8), ids(12, 8, seed=1)
     for recompute in (False, True):
         model = lively(small_config(dropout=dropout, recompute=recompute), dtype).train()
         model.blocks[0].register_forward_pre_hook(lambda *_: layers.append(1))
         torch.manual_seed(1)
-        results.append(loss_and_gradients(model, model, ids(12, 8), ids(12, 8, seed=1), end=0))
+        results.append(loss_and_gradients(model, model, x, y, end=0))
         with torch.no_grad():
-            model(ids(12, 8))
+            model(x)
     assert len(layers) == 2 + 3  # an evaluation computes them once
     for once, twice in zip(results[0], results[1], strict=True):
         assert torch.equal(once, twice)

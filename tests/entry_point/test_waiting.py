@@ -46,10 +46,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+    n_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(n_threads)
 
 
 def seconds_awake(machine: Machine, threads: Waiting, seconds: float) -> float:
@@ -130,15 +130,15 @@ def test_idle_threads_are_there_until_they_end():
     def count() -> int:
         return len(list(Path("/proc/self/task").iterdir()))
 
-    before = count()
+    n_first = count()
     libraries = openmp_libraries()
     idle = IdleThreads(libraries, n_idle=3)
-    assert count() - before == 1 + 3 * len(libraries)
+    assert count() - n_first == 1 + 3 * len(libraries)
     idle.end()
     deadline = time.monotonic() + 30
-    while count() > before and time.monotonic() < deadline:
+    while count() > n_first and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert count() == before
+    assert count() == n_first
 
 
 @has_gnu

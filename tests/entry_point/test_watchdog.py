@@ -124,12 +124,11 @@ def test_the_other_host_names_a_hung_rank(tmp_path, text):
 
         def start(name: str, processes: int, fault: str = "") -> list[subprocess.Popen[str]]:
             arguments = command_line(**{**ENDLESS, "processes": processes, "hang_seconds": 10})
-            return [
-                stack.enter_context(
-                    started(arguments, cwd=tmp_path, env={**env, "NANOGPT_FAULT": fault})
-                )
-                for env in make_hosts(tmp_path / name, text, n_hosts=2)
-            ]
+            hosts = []
+            for env in make_hosts(tmp_path / name, text, n_hosts=2):
+                env["NANOGPT_FAULT"] = fault
+                hosts.append(stack.enter_context(started(arguments, cwd=tmp_path, env=env)))
+            return hosts
 
         stopped = [start("first", 1), start("second", 1)]
         live = start("live", 2, "2:7:hang")
