@@ -139,15 +139,17 @@ def open_model(
 
 def player_of(model: str, settings: Settings, entry_point: Path | None) -> Player:
     """A model to play with. Its name is that of its job, or of its directory without one."""
+    from sm_nanogpt.launcher.models.moments import read_moments
     from sm_nanogpt.launcher.views.model_card import card_for, job_behind
     from sm_nanogpt.launcher.views.play import Player
 
     directory, loaded, tokenizer = open_model(model, settings, entry_point)
+    moments = read_moments(directory, loaded)
     job = job_behind(model, directory, settings)
     card = card_for(directory, job)
     if job is None:
-        return Player(model, loaded, tokenizer, card)
-    return Player(job.name or job.job_id, loaded, tokenizer, card, job.job_id)
+        return Player(model, loaded, tokenizer, card, moments=moments)
+    return Player(job.name or job.job_id, loaded, tokenizer, card, job.job_id, moments)
 
 
 def check_origins(

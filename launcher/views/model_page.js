@@ -447,23 +447,40 @@ async function checkModel(base64, sha256) {
   if (hexadecimal !== sha256) throw new Error("its hash is not the one it was saved with");
 }
 
+async function ask(address) {
+  const response = await fetch(`${address}${location.search}`);
+  if (!response.ok) throw new Error((await response.json()).error.message);
+  return new Uint8Array(await response.arrayBuffer());
+}
+
 // The bytes of a model: those in its block of the page, or those that the server has.
 async function readModel(block) {
   const { address, sha256 } = block.dataset;
-  if (address) {
-    const response = await fetch(`${address}${location.search}`);
-    if (!response.ok) throw new Error((await response.json()).error.message);
-    return new Uint8Array(await response.arrayBuffer());
-  }
+  if (address) return ask(address);
   await checkModel(block.textContent, sha256);
   const bytes = await decompress(block.textContent);
   block.remove();
   return bytes;
 }
 
+// Functions that read the weights of each moment but the last, which is the model: from its block of
+// the page, or from the server.
+function momentReaders(header, address) {
+  if (!address) {
+    const blocks = [...document.querySelectorAll("script.moment")];
+    return blocks.map((block) => () => readMoment(block, header));
+  }
+  const earlier = (header.moments ?? []).slice(0, -1);
+  return earlier.map((_, index) => async () => {
+    const { tensors } = unpack(await ask(`${address}/moment/${index}`));
+    return readTensors(header, tensors);
+  });
+}
+
 async function open() {
   const columns = [];
-  for (const block of document.querySelectorAll(".model")) {
+  const modelBlocks = [...document.querySelectorAll(".model")];
+  for (const block of modelBlocks) {
     if (block.dataset.address) find("origin").textContent = "Served by sm-nanogpt play.";
     const { header, tensors } = unpack(await readModel(block));
     const model = header.served ? new ServedModel(header) : new BrowserModel(header, tensors);
@@ -472,8 +489,8 @@ async function open() {
   const page = new Page(columns);
   page.describe();
   const [{ header, article, model }] = columns;
-  const blocks = [...document.querySelectorAll("script.moment")];
-  if (blocks.length) new MomentSlider(page, article, model, header, blocks);
+  const readers = momentReaders(header, modelBlocks[0].dataset.address);
+  if (readers.length && columns.length === 1) new MomentSlider(page, article, model, header, readers);
   page.listen();
 }
 

@@ -3,7 +3,7 @@
 The page is model.html, whose script is engine.js, moments.js and model_page.js. A model is the
 length of a header (uint32), the header (JSON), and the tensors. A saved page holds that as base64
 of gzip, and so each earlier moment of its training, with an empty header; the page of `play` asks
-the server for it. The codes of quantized weights take a byte each: gzip makes of them what they
+the server for both. The codes of quantized weights take a byte each: gzip makes of them what they
 hold.
 """
 
@@ -92,12 +92,18 @@ def served_page(n_models: int) -> str:
 
 
 def served_model(
-    model: GPT, tokenizer: Tokenizer, name: str, title: str, card: Mapping[str, str]
+    model: GPT,
+    tokenizer: Tokenizer,
+    name: str,
+    title: str,
+    card: Mapping[str, str],
+    steps: Sequence[int] = (),
 ) -> bytes:
     """A model as the page of `play` reads it: with its exact weights, for the browser to compute.
 
-    One that the browser cannot compute, or only slowly, has none: the page asks the server's API
-    for its text, by its name.
+    steps are those of the moments of its training that the server has, the last of which is the
+    model. A model that the browser cannot compute, or only slowly, has no weights: the page asks
+    the server's API for its text, by its name.
     """
     facts = facts_of(model, tokenizer, title, card)
     try:
@@ -108,8 +114,23 @@ def served_model(
     except InputError as error:
         served = {"name": name, "reason": str(error)}
         return pack({**facts, "tokenizer": {"unit": tokenizer.unit}, "served": served}, {})
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return pack({**facts, **shape_of(model, weights), "tokenizer": encoding}, weights)
+    weights = weights_of(model)
+    header = {
+        **facts,
+        **shape_of(model, weights),
+        "tokenizer": encoding,
+        "moments": [{"step": step, "loss": None} for step in steps],
+    }
+    return pack(header, weights)
+
+
+def served_moment(model: GPT) -> bytes:
+    """The exact weights of a moment, as the page of `play` reads them."""
+    return pack({}, weights_of(model))
+
+
+def weights_of(model: GPT) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def check_model(model: GPT) -> None:

@@ -3,12 +3,12 @@
 const MOMENT_SECONDS = 3; // that each text gets while one watches
 
 class MomentSlider {
-  // `blocks` hold the weights of all moments but the last, which is the model itself.
-  constructor(page, article, model, header, blocks) {
+  // `readers` read the weights of all moments but the last, which is the model itself.
+  constructor(page, article, model, header, readers) {
     this.page = page;
     this.model = model;
     this.header = header;
-    this.weights = [...blocks.map((block) => () => readMoment(block, header)), async () => this.end];
+    this.weights = [...readers, async () => this.end];
     this.end = model.model.weights;
     this.moments = header.moments;
     this.box = article.querySelector(".moments");

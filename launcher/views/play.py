@@ -30,8 +30,9 @@ from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.entry_point.text import Tokenizer
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.models.chat import Chat, TooLong
+from sm_nanogpt.launcher.models.moments import Moment
 from sm_nanogpt.launcher.views.job_fields import end_of
-from sm_nanogpt.launcher.views.model_page import served_model, served_page
+from sm_nanogpt.launcher.views.model_page import served_model, served_moment, served_page
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Player:
     tokenizer: Tokenizer
     card: Mapping[str, str] = field(default_factory=dict)  # what the page says of it, by label
     job_id: str = ""
+    moments: Sequence[Moment] = ()  # of its training; the last is the model
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @cached_property
@@ -82,8 +84,20 @@ def make_app(
             return error_response(404, f"no model {number}")
         player = players[number]
         content = served_model(
-            player.model, player.tokenizer, player.name, player.title, player.card
+            player.model,
+            player.tokenizer,
+            player.name,
+            player.title,
+            player.card,
+            [moment.step for moment in player.moments],
         )
+        return Response(content, headers=headers, media_type="application/octet-stream")
+
+    async def moment(request: HTTPRequest) -> Response:
+        number, index = request.path_params["number"], request.path_params["index"]
+        if number >= len(players) or index >= len(players[number].moments):
+            return error_response(404, f"no moment {index} of model {number}")
+        content = served_moment(players[number].moments[index].model)
         return Response(content, headers=headers, media_type="application/octet-stream")
 
     async def not_found(request: HTTPRequest, error: Exception) -> Response:
@@ -101,6 +115,7 @@ def make_app(
     routes = [
         Route("/", page),
         Route("/page/model/{number:int}", model),
+        Route("/page/model/{number:int}/moment/{index:int}", moment),
         *api_routes,
     ]
     errors = (ClientDisconnect, InputError, ServiceError)

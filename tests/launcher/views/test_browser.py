@@ -19,6 +19,7 @@ from sm_nanogpt import load_model, stream_samples
 from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.launcher.judge.evaluation import Evaluation, save_evaluation
 from sm_nanogpt.launcher.models.chat import Message
+from sm_nanogpt.launcher.models.moments import Moment
 from sm_nanogpt.launcher.models.quantization import quantize_model
 from sm_nanogpt.launcher.views.model_page import PageMoment, page_of
 from sm_nanogpt.launcher.views.play import Player
@@ -613,6 +614,41 @@ def test_the_slider_rewrites_the_text_by_earlier_models(learned):
     learned.keyboard.press("End")
     learned.locator(".moment-text", has_text="step 3,000").wait_for()
     assert written_anew(learned) == end  # by the same seed
+
+
+def test_the_served_page_has_the_slider_too(visit):
+    """Its moments are asked of the server, with their exact weights."""
+    models = [lively(), lively()]
+    with torch.no_grad():
+        for parameter in models[0].parameters():
+            parameter.mul_(0.2)
+    moments = [Moment(0, models[0]), Moment(3000, models[1])]
+    player = Player("mine", models[1], tokenizer_of(LETTERS), moments=moments)
+    with served([player]) as site:
+        page = open_play(visit, site)
+        page.fill("#length", "40")
+        page.fill("#prompt", "abc")
+        page.keyboard.press("Control+Enter")
+        end = written_anew(page)
+        slider = page.get_by_label("How it learned")
+        slider.focus()
+        page.keyboard.press("Home")
+        page.locator(".moment-text", has_text="step 0 of 3,000").wait_for()
+        assert written_anew(page) != end
+        page.keyboard.press("End")
+        page.locator(".moment-text", has_text="step 3,000").wait_for()
+        assert written_anew(page) == end
+
+
+def test_two_models_side_by_side_have_no_slider(visit):
+    model = lively()
+    moments = [Moment(0, model), Moment(9, model)]
+    players = [
+        Player(name, model, tokenizer_of(LETTERS), moments=moments) for name in ("one", "another")
+    ]
+    with served(players) as site:
+        page = open_play(visit, site)
+        assert not any(box.is_visible() for box in page.locator(".moments").all())
 
 
 def test_the_training_can_be_watched_and_stopped(learned):
