@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sm_nanogpt.entry_point.model import GPT
@@ -64,47 +64,37 @@ def save_model_page(
     name is what the user calls the model: a job, or a directory. job is the job that made it, or
     None if no job did; without its text, a warning says what is not measured.
     """
-    return save_page(
+    draft = PageDraft(
         model,
         tokenizer,
         training_corpus(name, directory, settings, UNMEASURED),
-        path,
         title=job.name or job.job_id if job else name,
         card=card_for(directory, job),
         bits=bits,
-        limit=job.page_limit if job else None,
-        moments=read_moments(directory, model),
-        n_moments=n_moments,
     )
+    limit = job.page_limit if job else None
+    return save_page(draft, path, limit, read_moments(directory, model), n_moments)
 
 
 def save_page(
-    model: GPT,
-    tokenizer: Tokenizer,
-    corpus: Corpus | None,
+    draft: PageDraft,
     path: Path,
-    title: str,
-    card: Mapping[str, str],
-    bits: int | None = None,
     limit: int | None = None,
     moments: Sequence[Moment] = (),
     n_moments: int | None = None,
 ) -> SavedPage:
-    """Write a model as one HTML page; `corpus` is the text that it has learned from.
+    """Write a model as one HTML page.
 
     limit is what the page may have, in bytes: to stay below it, the weights may have fewer bits
-    than they should, unless `bits` says how many. The page shows `n_moments` of the moments, of
+    than they should, unless the draft says how many. The page shows `n_moments` of the moments, of
     which the model is the last; by default as many as the limit, or else MOMENTS_BYTES, allows.
 
-    Raises InputError if an edited folder computes the model, its tokenizer is of a kind that the
-    page does not know, it cannot be so small, there are no moments to show, or the file cannot be
-    written.
+    Raises InputError if it cannot be so small, there are no moments to show, its tokenizer is of a
+    kind that the page does not know, or the file cannot be written.
     """
-    check_model(model)
     if n_moments is not None and n_moments > 1 and not moments:
         raise InputError(f"the run kept no moments; train one with moments={n_moments}")
-    draft = PageDraft(model, tokenizer, corpus, title, card, bits)
-    if limit is not None and bits is None:
+    if limit is not None and draft.bits is None:
         draft.take_fewer_bits(limit)
     draft.measure_copies()
 
@@ -121,26 +111,25 @@ def save_page(
     return SavedPage(path, len(content), draft.rounding, draft.copied, description)
 
 
+@dataclass
 class PageDraft:
-    """The page of a model, whose weights may still lose bits."""
+    """The page of a model, whose weights may still lose bits.
 
-    def __init__(
-        self,
-        model: GPT,
-        tokenizer: Tokenizer,
-        corpus: Corpus | None,
-        title: str,
-        card: Mapping[str, str],
-        bits: int | None,
-    ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.corpus = corpus
-        self.title = title
-        self.card = card
-        self.rounding = round_weights(model, corpus, bits)
-        self.copied: int | None = None  # bytes
-        self.rounded_moments: dict[int, PageMoment] = {}  # by their step
+    Raises InputError if an edited folder computes the model.
+    """
+
+    model: GPT
+    tokenizer: Tokenizer
+    corpus: Corpus | None  # the text that it has learned from, if that is here
+    title: str
+    card: Mapping[str, str]
+    bits: int | None = None  # of a weight; None: the fewest that cost little
+    copied: int | None = None  # bytes of the longest run of its samples that its text has
+    rounded_moments: dict[int, PageMoment] = field(default_factory=dict)  # by their step
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        self.rounding = round_weights(self.model, self.corpus, self.bits)
 
     def content(self, moments: Sequence[Moment] = ()) -> bytes:
         """The page with these moments, of which the last is the model; it alone has no slider."""

@@ -30,7 +30,7 @@ from sm_nanogpt.launcher.text.reading import detect_file
 from sm_nanogpt.launcher.text.tokenizer import END_OF_TEXT, learn_tokenizer
 from sm_nanogpt.launcher.views import saved_page
 from sm_nanogpt.launcher.views.model_page import PageMoment, page_of
-from sm_nanogpt.launcher.views.saved_page import save_page
+from sm_nanogpt.launcher.views.saved_page import PageDraft, save_page
 
 LETTERS = tokenizer_of("abcdefghij\n")
 N_IDS = 200  # far beyond the contexts of the models here
@@ -326,24 +326,24 @@ def test_a_page_that_cannot_be_saved_is_refused(options, job, cli):
     assert not list(job.home.parent.rglob("*.html"))
 
 
-def test_a_model_of_an_edited_folder_has_no_page(tmp_path):
+def test_a_model_of_an_edited_folder_has_no_page():
     class Edited(GPT):
         """The model of an edited script."""
 
     model = lively()
     model.__class__ = Edited
     with pytest.raises(InputError, match="edited"):
-        save_page(model, LETTERS, None, tmp_path / "a.html", "a model", {})
-    assert not list(tmp_path.iterdir())
+        PageDraft(model, LETTERS, None, "a model", {})
 
 
 # -- in at most so many bytes ----------------------------------------------------------------------
 
 
-def save(tmp_path: Path, **options: Any) -> tuple[int, int]:
+def save(tmp_path: Path, bits: int | None = None, limit: int | None = None) -> tuple[int, int]:
     """The bits of a page's weights, and its bytes."""
     model = lively(Config(n_layer=2, n_head=2, n_embd=64, block_size=8))
-    page = save_page(model, LETTERS, None, tmp_path / "a.html", "a model", {}, **options)
+    draft = PageDraft(model, LETTERS, None, "a model", {}, bits)
+    page = save_page(draft, tmp_path / "a.html", limit)
     assert page.size == (tmp_path / "a.html").stat().st_size
     return page.rounding.bits, page.size
 
