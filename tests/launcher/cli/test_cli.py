@@ -86,10 +86,8 @@ def test_a_process_exits_with_the_code_of_its_error(home):
         ("--nonsense", ""),
         ("--region", ""),
         ("infra frobnicate", " infra"),
-        ("jobs extra", " jobs"),
         ("launch --nonsense", " launch"),
         ("launch --instance", " launch"),
-        ("status", " status"),
         ("fetch-and-sample some-job --top-k a", " fetch-and-sample"),
     ],
 )
@@ -141,11 +139,9 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
     ("arguments", "failing", "error", "message"),
     [
         ("jobs", "with_costs", RuntimeError("no luck"), CRASH.format("RuntimeError: no luck")),
-        ("jobs", "with_costs", OSError(5, "broken"), CRASH.format("OSError: [Errno 5] broken")),
         ("jobs", "with_costs", FULL, "error: cannot write the result: No space left on device"),
         ("jobs", "with_costs", ServiceError("first\nsecond"), "error: first second"),
         ("jobs", "with_costs", KeyboardInterrupt, "interrupted"),
-        ("logs some-job", "TrackedJob.logs", KeyboardInterrupt, "interrupted"),
         (
             "wait some-job",
             "TrackedJob.wait_for_end",

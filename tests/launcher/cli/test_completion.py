@@ -34,7 +34,6 @@ def completions(
         ("try st", ["plain,start"]),
         ("launch --conf", ["plain,--config"]),
         ("launch --data here/my", ["file,here/my"]),
-        ("upload-data in", ["file,in"]),
         ("fetch-and-sample ./mod", ["file,./mod"]),
         ("eval latest held", ["file,held"]),
     ],

@@ -28,10 +28,10 @@ def test_a_full_disk_is_reported_as_this_machines():
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
 
-@pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_path_comes_back_from_its_uri(tmp_path, name):
-    path = tmp_path / name
-    assert storage.local_path(storage.to_uri(path)) == path
+def test_a_path_comes_back_from_its_uri(tmp_path):
+    for name in ODD_NAMES:
+        path = tmp_path / name
+        assert storage.local_path(storage.to_uri(path)) == path
 
 
 def test_what_is_no_path_is_remote_or_refused():

@@ -180,7 +180,7 @@ def test_archives_with_dot_names_and_zeros_are_accepted(tmp_path):
 
 
 LINK, HARD_LINK = tarfile.SYMTYPE, tarfile.LNKTYPE
-ESCAPES = ["../escaped", "a/../../escaped", "..\\escaped", "C:\\escaped", "/tmp/escaped"]
+ESCAPES = ["a/../../escaped", "..\\escaped", "C:escaped", "/tmp/escaped"]
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,10 @@ from sm_nanogpt.launcher.text.skipped import Skipped
 TEXTS = [f"This is text {number}." for number in range(9)]
 RECORDS = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
 TELEGRAM = [{"from": "Ann", "text": [text, {"type": "bold", "text": "!"}]} for text in TEXTS]
-DISCORD = [{"content": text, "author": {"id": "5"}} for text in TEXTS]
 
 FORMS: dict[str, Any] = {
     "an array in an object": {"version": "1", "data": RECORDS},
     "messages of people": {"name": "Reading circle", "messages": TELEGRAM},
-    "messages of a server": {"guild": {"id": "1"}, "messages": DISCORD},
     "arrays in an array": {"chats": {"list": [{"id": 1, "messages": TELEGRAM}] * 2}},
     "an object of objects": {f"k{number}": record for number, record in enumerate(RECORDS)},
     "columns of pandas": {"text": {str(n): text for n, text in enumerate(TEXTS)}, "id": {"0": 1}},
@@ -35,11 +33,11 @@ FORMS: dict[str, Any] = {
 }
 
 
-def read(path: Path, column: str = "text") -> list[str]:
+def read(path: Path) -> list[str]:
     """The documents of a file; as many as the commands in the errors make of it."""
     for _ in range(3):
         try:
-            file = detect_file(path, column=column)
+            file = detect_file(path)
             return ["".join(document.pieces) for document in documents_in(file, Skipped())]
         except InputError as error:
             command = re.search(r"`(jq .*) FILE > RECORDS.jsonl`", str(error))
@@ -57,8 +55,7 @@ def read(path: Path, column: str = "text") -> list[str]:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_command_of_an_error_makes_documents(form, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(FORMS[form], indent=1))
-    column = "content" if form == "messages of a server" else "text"
-    documents = read(tmp_path / "a.json", column)
+    documents = read(tmp_path / "a.json")
     assert len(documents) in (len(TEXTS), 2 * len(TEXTS))
     for text in TEXTS:
         assert any(text in document for document in documents)

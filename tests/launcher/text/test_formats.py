@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import launching
 import pytest
 from texts import FRENCH, LONG, stored
 
@@ -49,12 +50,10 @@ def refusal_of(path: Path) -> str:
         ("paper.pdf", PDF, r"is a PDF; `pdftotext \S*paper.pdf`"),
         ("a paper.txt", PDF, r"is a PDF; `pdftotext '\S*a paper.txt'`"),
         ("paper.docx", b"PK\x03\x04", r"is a document; .* -o paper.txt \S*paper.docx`"),
-        ("scan.png", b"\x89PNG", r"is an image; `tesseract \S*scan.png scan`"),
         ("books.tar.gz", gzip.compress(TAR), r"is an archive; .*`tar -xf \S*books.tar.gz`"),
         ("twice.gz", gzip.compress(gzip.compress(LONG.encode())), "binary"),
         ("feed.rss", b"<rss>", r"is XML; `python -c .* \S*feed.rss > feed.txt` makes"),
         ("dump.txt", b'\n<?xml version="1.0"?><dump>', "is XML; .* > dump-plain.txt`"),
-        ("book.fb2", b'<?xml version="1.0"?>', "is a document; `pandoc"),
         ("a b.arrow", b"\xff" * 4, "is an Arrow file; `python -c .* 'a b'.parquet`"),
         ("a.bin", b"ARROW1\0\0", "is a Feather file; `python -c "),
         ("a.parquet.gz", gzip.compress(b"PAR1"), r"is Parquet; `gunzip -k \S*` unpacks it"),
@@ -111,11 +110,13 @@ def test_a_folder_without_text_is_refused(tmp_path, name, reason):
     assert reason in refusal_of(tmp_path)
 
 
-def test_each_command_refuses_what_is_no_text(refusal, tmp_path):
+@pytest.mark.parametrize("command", ["upload-data", "launch --instance local --data"])
+def test_each_command_refuses_what_is_no_text(cli, home, tmp_path, command):
     (tmp_path / "latin.txt").write_bytes(LATIN)
-    error = refusal("latin.txt")
-    assert "latin.txt: is not UTF-8" in error
-    assert "--encoding cp1252`" in error
+    ran = cli(command.split(), "latin.txt")
+    assert ran.failed(2, "latin.txt: is not UTF-8", "--encoding cp1252`")
+    assert ran.out == ""
+    assert launching.tree(home) == set()
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,6 @@ def test_files_of_the_hub_are_copied(hub, copied, source):
 
 
 REFUSED = {
-    "me/none": (InputError, "no such data set, or it is private: run `hf auth login`"),
     "me/private": (InputError, "no such data set, or it is private: run `hf auth login`"),
     "me/gated": (ServiceError, "ask for access on https://huggingface.co/datasets/me/gated"),
     "me/notes@v2": (InputError, "no such revision"),

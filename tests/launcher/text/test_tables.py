@@ -19,7 +19,6 @@ def read(content: str, column: str = "text") -> list[tuple[str, str]]:
 
 TABLES = {
     "a line of Excel": ("sep=;\r\nid;text\r\n1;a, b\r\n", 3),
-    "a tab in that line": ("sep=\t\nid\ttext\n1\ta, b\n", 3),
     "any separator in that line": ("sep=^\nid^text\n1^a, b\n", 3),
     "a blank line": ('\nid,text\n1,"a, b"\n', 3),
     "separators in quotes": ('"id";"name, as it is, in full";"text"\n1;x;a, b\n', 2),

@@ -7,6 +7,7 @@ import random
 import re
 import time
 from array import array
+from threading import Event
 from unittest.mock import Mock
 
 import pytest
@@ -63,29 +64,37 @@ def test_combining_marks_stay_with_their_letters(script, tmp_path):
 def test_a_text_without_breaks_is_learned_in_seconds(letters, tmp_path):
     text = "".join(random.Random(7).choices(letters, k=300_000))
     (tmp_path / "a.txt").write_text(text)
-    started, read = time.monotonic(), list[int]()
-    learned = learn_tokenizer([detect_file(tmp_path / "a.txt")], 512, read.append)
-    assert time.monotonic() - started < 20  # it takes half a second; as one word, minutes
-    assert sum(read) == len(text.encode())
+    sizes: list[int] = []
+    started = time.process_time()
+    learned = learn_tokenizer([detect_file(tmp_path / "a.txt")], 512, sizes.append)
+    assert time.process_time() - started < 20  # it takes half a second; as one word, minutes
+    assert sum(sizes) == len(text.encode())
     (ids,) = Encoder(learned, "H").encode([text])
     assert learned.decode(array("H", ids)) == text
 
 
 def test_ctrl_c_ends_learning_at_once(tmp_path, monkeypatch):
     """The library handles no signals, so it learns in a thread."""
-    library = Mock()
-    library.train_from_iterator = lambda *_: time.sleep(9)
+    may_end = Event()
+    has_ended = Event()
+
+    def train(*_: object) -> None:
+        may_end.wait(60)
+        has_ended.set()
+
+    library = Mock(train_from_iterator=train)
     monkeypatch.setattr("tokenizers.Tokenizer", Mock(return_value=library))
     (tmp_path / "a.txt").write_text(FOX)
-    started = time.monotonic()
+    files = [detect_file(tmp_path / "a.txt")]
     with pytest.raises(KeyboardInterrupt):
-        learn_tokenizer([detect_file(tmp_path / "a.txt")], 300, Mock(side_effect=KeyboardInterrupt))
-    assert time.monotonic() - started < 6
+        learn_tokenizer(files, 300, Mock(side_effect=KeyboardInterrupt))
+    assert not has_ended.is_set()
+    may_end.set()
 
 
 @pytest.mark.parametrize(
     ("characters", "size"),
-    [(3000, 512), (1_115_394, 2048), (2 << 20, 4096), (8_388_607, 8192), (10**10, 16384)],
+    [(3000, 512), (2 << 20, 4096), ((2 << 20) - 1, 2048), (10**10, 16384)],
 )
 def test_the_default_vocabulary_fits_the_text(characters, size):
     assert fitting_size(characters) == size
@@ -146,9 +155,7 @@ def test_published_tokenizers_of_bytes_are_taken(change, document, tmp_path):
         ),
         (lambda d: d.update(added_tokens=[]), "no token for the end of a text"),
         (lambda d: d.pop("model"), "or of characters: model is missing"),
-        (lambda d: d.update(model=None), "model is null, and not an object"),
         (lambda d: d.update(added_tokens=None), "added_tokens is null, and not a list"),
-        (lambda d: d["added_tokens"][0].update(special=None), "special is null, and not true or"),
         (lambda d: d.pop("pre_tokenizer"), "json: has no pre_tokenizer"),
         (lambda d: d.update(pre_tokenizer=[None]), "splits text in an unknown way: [null]"),
         (lambda d: d["pre_tokenizer"].update(pretokenizers=None), "pretokenizers is null, and not"),
@@ -158,7 +165,6 @@ def test_published_tokenizers_of_bytes_are_taken(change, document, tmp_path):
         (lambda d: d.update(pre_tokenizer=NO_STEPS), "has a pre_tokenizer without steps"),
         (lambda d: d["model"].update(unk_token="<unk>"), "has the unk_token '<unk>', which its"),
         (lambda d: d["model"]["vocab"].update(far=2**31), "the id 2147483648 is no whole number"),
-        (lambda d: d["model"]["vocab"].update(far=-1), "the id -1 is no whole number"),
         (lambda d: d["model"]["vocab"].update(far=3), "two words have the same id"),
         (lambda d: d["added_tokens"][0].update(id=2**31), "the id 2147483648 is no whole number"),
     ],
