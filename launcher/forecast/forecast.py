@@ -89,13 +89,13 @@ class Forecaster:
         return MeasuredRun(config.matrix_parameters, trained_on, tokens, loss)
 
     def run_pilots(self, trials: Sequence[Trial], at_once: int) -> list[Pilot]:
-        """Make those of these runs that the ledger lacks, some at once; returns what each gave."""
+        """Run the trials that the ledger lacks, `at_once` at a time; returns the pilot of each."""
         recorded = self.ledger.pilots
         missing = [trial for trial in trials if trial.name not in recorded]
         n_ended = len(trials) - len(missing)
         for trial, pilot in run_trials(missing, self.corpus, self.source, at_once):
             n_ended += 1
-            self.ledger.add_pilot(trial.name, pilot)  # before anybody hears of it
+            self.ledger.add_pilot(trial.name, pilot)  # before it is reported
             result = f"loss {pilot.loss:.3f}, {pilot.seconds:.0f} s"
             self.report(f"{trial.name}: {result} ({n_ended} of {len(trials)})")
         pilots = self.ledger.pilots
@@ -206,8 +206,8 @@ class Forecaster:
     def time(self, trial: Trial) -> Pilot | None:
         """Run the first steps of a job, unless the ledger has them.
 
-        None if other programs use this machine meanwhile: their time is not that of a job then, and
-        is not kept.
+        None if other programs use this machine meanwhile: the steps would seem too slow, so their
+        time is not kept.
         """
         recorded = self.ledger.pilots.get(trial.name)
         if recorded is not None:

@@ -124,14 +124,14 @@ def vocabulary_of(uri: str, settings: Settings) -> int:
 
 
 def price_of(name: str, settings: Settings) -> float | None:
-    """USD of a second on an instance type, with its disk. If it is not known: None, and a log."""
-    price = None
-    reason = ""
+    """USD of a second of a job on an instance type, with its disk; None and a log if unknown."""
     try:
         price = Prices(settings).of(name)
     except LauncherError as error:
-        reason = f": {error}"
-    if price is None:
-        logger.info(f"the price of {name} is not known{reason}")
+        logger.info(f"the price of {name} is not known: {error}")
         return None
-    return rate(TrainingJob(instance=name, data="s3://any"), price) / 3600
+    if price is None:
+        logger.info(f"the price of {name} is not known")
+        return None
+    job = TrainingJob(instance=name, data="s3://any")  # with a disk of the default size
+    return rate(job, price) / 3600

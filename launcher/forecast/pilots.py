@@ -53,9 +53,9 @@ class Trial:
 def run_trials(
     trials: Sequence[Trial], corpus: Corpus, source: Source, at_once: int
 ) -> Iterator[tuple[Trial, Pilot]]:
-    """Run these, at_once at a time, and yield each with what it gave, when it ends.
+    """Run the trials, `at_once` at a time, and yield each with its pilot when it ends.
 
-    If one fails, it raises ServiceError, with the last line of its log, and ends the others.
+    Raises ServiceError with the last line of the log if a trial fails, and ends the others.
     """
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-", ignore_cleanup_errors=True) as temporary:
         texts = write_texts(Path(temporary), trials, corpus)

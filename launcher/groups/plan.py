@@ -207,7 +207,7 @@ def plan_sweep(
         raise InputError("continues one job", "sweep-of-one", "resume", job_id, job_id=job_id)
     varied = {}
     for name, name_values in values.items():
-        varied[name.replace("-", "_")] = sweeps.listed(name, name_values)
+        varied[name.replace("-", "_")] = sweeps.list_values(name, name_values)
     sweeps.check_varied(varied, request, seeds)
     first_seed = int(request.hyperparameters.get("seed", DEFAULT_SEED))
     members = sweeps.grid(varied, seeds, first_seed)

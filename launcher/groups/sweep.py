@@ -59,7 +59,7 @@ class Sweep(Document):
 # -- the grid --------------------------------------------------------------------------------------
 
 
-def listed(name: str, values: Any) -> list[Any]:
+def list_values(name: str, values: Any) -> list[Any]:
     """The values of a name: of a list, a range, an array, or anything else that yields them."""
     values = plain(values)
     if isinstance(values, str) or not isinstance(values, Iterable):

@@ -176,7 +176,8 @@ class LocalBackend(Backend):
             with storage.errors_about(str(directory)):
                 self.start(directory, job.source, record)
         except LauncherError:
-            if not (directory / "job.json").exists():
+            is_listed = (directory / "job.json").exists()
+            if not is_listed:  # else the user can look at it and delete it
                 shutil.rmtree(directory, ignore_errors=True)
             raise
 

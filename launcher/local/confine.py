@@ -239,11 +239,12 @@ def confined(command: Sequence[str], sandbox: Sandbox) -> list[str]:
     limits = {
         "lease": lease(os.getpid()),
         "cpu_seconds": None,
-        "listable": [str(PACKAGE.parent)] if LANDLOCK in layers() else None,
+        "has_landlock": LANDLOCK in layers(),
+        "listable": [str(PACKAGE.parent)],
         "readable": [str(path) for path in readable if path.exists()],
         "writable": [str(path) for path in writable],
         "directory": str(sandbox.writable),
-        "filters": FILTER in layers(),
+        "has_filter": FILTER in layers(),
         "may_fork": sandbox.may_fork,
     }
     if not math.isinf(sandbox.cpu_seconds):

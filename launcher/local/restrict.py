@@ -20,20 +20,21 @@ def main(limits: str, *command: str) -> None:
     """
     allowed = json.loads(limits)
     call_filter = None
-    if allowed["filters"]:
+    if allowed["has_filter"]:
         call_filter = syscalls.call_filter(allowed["may_fork"])
     library = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "linux":
         library.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     lease = allowed["lease"]
-    if select.select([lease], [], [], 0)[0]:
+    is_closed = bool(select.select([lease], [], [], 0)[0])
+    if is_closed:
         sys.exit("the process that started this one has ended")
     os.close(lease)
     os.chdir(allowed["directory"])
     cpu_seconds = allowed["cpu_seconds"]
     if cpu_seconds is not None:
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
-    if allowed["listable"] is not None:
+    if allowed["has_landlock"]:
         rights = {
             landlock.LIST: allowed["listable"],
             landlock.READ: allowed["readable"],

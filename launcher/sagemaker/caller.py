@@ -126,7 +126,7 @@ def search_jobs(
 ) -> Iterator[dict[str, Any]]:
     """Yields SageMaker's answers about the account's jobs with our tags, the newest first.
 
-    They are only those of an owner, with a name, or of an id, where these are given.
+    If an owner, a name or an id is passed, only jobs that have it.
     """
     properties = {
         f"Tags.{TAG_KEY}": TAG_VALUE,

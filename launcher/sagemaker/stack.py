@@ -116,7 +116,7 @@ def describe_stack(client: Any, name: str) -> dict[str, Any] | None:
 def read_stack(raw: dict[str, Any]) -> Stack:
     """Reads an answer of describe_stack.
 
-    Raises `unusable` for a stack that is not ours, not complete, or being deleted.
+    Raises what `unusable` returns for a stack that is not ours, not complete, or being deleted.
     """
     status = raw["StackStatus"]
     outputs = outputs_of(raw)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import sm_nanogpt as sm
-from sm_nanogpt.launcher.groups.sweep import listed
+from sm_nanogpt.launcher.groups.sweep import list_values
 from sm_nanogpt.launcher.values import plain
 
 TEXT = "\n".join(f"line {n} of a text that stands where a path belongs" for n in range(200))
@@ -55,15 +55,15 @@ def test_a_value_of_another_library_becomes_pythons(value, expected):
     ],
 )
 def test_a_sweep_takes_any_sequence_of_values(values, expected):
-    plain_values = listed("x", values)
+    plain_values = list_values("x", values)
     assert plain_values == expected
     assert [type(value) for value in plain_values] == [type(value) for value in expected]
 
 
 def test_columns_of_pandas_are_taken_as_lists():
     pandas = pytest.importorskip("pandas")
-    assert listed("x", pandas.Series([0.5, 0.25])) == [0.5, 0.25]
-    assert listed("x", pandas.Index([1, 2])) == [1, 2]
+    assert list_values("x", pandas.Series([0.5, 0.25])) == [0.5, 0.25]
+    assert list_values("x", pandas.Index([1, 2])) == [1, 2]
     assert plain(pandas.Series([3])[0]) == 3
 
 
@@ -76,7 +76,7 @@ def test_columns_of_pandas_are_taken_as_lists():
 )
 def test_no_list_of_different_values_is_refused(values):
     with pytest.raises(sm.InputError) as caught:
-        listed("x", values)
+        list_values("x", values)
     assert caught.value.field == "sweep"
     assert "x" in str(caught.value)
 
