@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from sm_nanogpt import InputError
 from sm_nanogpt.entry_point.config import Config, make_config
 from sm_nanogpt.entry_point.device import tokens_per_pass
 from sm_nanogpt.entry_point.sizes import hyperparameters_for_size
@@ -185,3 +186,12 @@ def test_the_dial_meets_the_presets_for_gpus(preset, size, tokens):
         assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=0.1)
     trained = [c.max_steps * c.batch_size * c.block_size for c in (ours, theirs)]
     assert trained[0] == pytest.approx(trained[1], rel=0.1)
+
+
+def test_a_text_shorter_than_a_window_is_refused():
+    upload = Upload("file:///data", 0, "", (), characters=500)
+    config = Config(block_size=64, validation_fraction=0.1)
+    problem = "the validation text has 50 characters, and one window of block_size=64 needs 65"
+    with pytest.raises(InputError, match=f"text: {problem}; use more text"):
+        texts.check_upload(upload, "text", config, "")
+    texts.check_upload(upload, "text", Config(block_size=49, validation_fraction=0.1), "")
