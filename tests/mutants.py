@@ -36,7 +36,23 @@ MODULES = {
     "launcher/groups/ledger.py": "test_group_ledger test_sweeps test_money",
     "launcher/groups/plan.py": "test_group_ledger test_sweeps test_money",
     "launcher/groups/run.py": "test_run test_group_ledger test_sweeps",
+    "launcher/groups/find.py": "test_sweeps test_group_ledger",
+    "launcher/groups/ranking.py": "test_ranking test_sweeps",
+    "launcher/groups/sweep.py": "test_sweeps test_values",
+    "launcher/forecast/checks.py": "test_forecast",
+    "launcher/forecast/forecast.py": "test_forecast",
+    "launcher/forecast/law.py": "test_forecast",
+    "launcher/forecast/pilots.py": "test_forecast",
+    "launcher/launching/fitting.py": "test_fitting",
+    "launcher/launching/resume.py": "test_resumed_jobs test_local_resume test_sagemaker_resume",
     "launcher/launching/start.py": "test_sizing test_starting",
+    "launcher/launching/texts.py": "test_sizing test_chat_launches test_starting",
+    "launcher/local/backend.py": "test_local_backend test_local_resume test_gpus",
+    "launcher/local/gpus.py": "test_process test_confine",
+    "launcher/sagemaker/deploy.py": "test_deploy",
+    "launcher/sagemaker/description.py": "test_description",
+    "launcher/sagemaker/logs.py": "test_logs",
+    "launcher/description.py": "test_cost test_money test_description",
     "launcher/machines.py": "test_machines test_cores test_sizing test_request",
     "launcher/instances.py": "test_instances test_machines test_prices test_sizing",
     "launcher/settings.py": "test_settings test_documents test_cost",
@@ -209,7 +225,8 @@ def main() -> None:
         for index in range(args.workers):
             checkout = Path(temporary, str(index), "checkout")
             ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "runs")
-            shutil.copytree(ROOT, checkout, ignore=ignored)
+            # By its links, sm_nanogpt is the rooms that are changed, and no copy of them.
+            shutil.copytree(ROOT, checkout, symlinks=True, ignore=ignored)
             free.put(checkout)
 
         def dies(mutant: Mutant) -> bool:
