@@ -19,6 +19,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,8 +84,10 @@ class Day:
     def __init__(
         self, directory: Path, emulator: bool = False, deploy: str = "", text: str = ""
     ) -> None:
-        self.directory, self.emulator, self.deploy = directory.absolute(), emulator, deploy
-        self.words = [str(Path(text).absolute())] if text else []  # of upload-data
+        self.directory = directory.absolute()
+        self.emulator = emulator
+        self.deploy = deploy
+        self.upload_arguments = [str(Path(text).absolute())] if text else []
         self.directory.mkdir(parents=True, exist_ok=True)
         self.poll = 0.3 if emulator else 5.0
         self.number = -1  # of the step that runs
@@ -111,9 +114,11 @@ class Day:
             raise SystemExit(
                 f"error: {self.directory} is of {self.state['place']}, not {account_text}"
             )
-        ours = {name: v for name, v in os.environ.items() if not name.startswith("SM_NANOGPT_")}
-        self.environment = {
-            **ours,
+        self.environment = {}
+        for name, value in os.environ.items():
+            if not name.startswith("SM_NANOGPT_"):
+                self.environment[name] = value
+        self.environment |= {
             "AWS_REGION": self.session.region_name,
             "SM_NANOGPT_HOME": str(self.directory / "home"),
             "SM_NANOGPT_STACK": NAME,
@@ -130,8 +135,9 @@ class Day:
 
     def add_jobs(self, text: str) -> None:
         """Adds the jobs that commands named; a sweep is none."""
-        found = set(JOB_ID.findall(text))
-        for job_id in sorted(found - {job_id.rpartition("-")[0] for job_id in found}):
+        ids = set(JOB_ID.findall(text))
+        sweeps = {job_id.rpartition("-")[0] for job_id in ids}
+        for job_id in sorted(ids - sweeps):
             self.state["jobs"].setdefault(job_id, {"step": self.number})
 
     @property
@@ -147,14 +153,10 @@ class Day:
         print(text, flush=True)
         self.write(text)
 
-    def check(self, fact: str, holds: Any, found: object = "") -> None:
-        """Holds a fact that the step proves.
-
-        Raises:
-            Surprise: it does not hold.
-        """
+    def check(self, fact: str, holds: Any, instead: object = "") -> None:
+        """Notes a fact that the step proves. Raises Surprise if it does not hold."""
         if not holds:
-            raise Surprise(f"expected: {fact}; found: {found or 'otherwise'}")
+            raise Surprise(f"expected: {fact}; found: {instead or 'otherwise'}")
         self.say(f"  ok    {fact}")
 
     def note(self, text: str) -> None:
@@ -184,7 +186,7 @@ class Day:
     def text(self) -> str:
         """The URI of the text that all jobs train on."""
         if "text" not in self.state:
-            self.state["text"] = self.sm("upload-data", *self.words)
+            self.state["text"] = self.sm("upload-data", *self.upload_arguments)
         return str(self.state["text"])
 
     @property
@@ -198,7 +200,8 @@ class Day:
         """The options of a job that ends by itself."""
         if self.emulator:
             return self.sets(*EMULATED.split())
-        return [*(["--preset", preset] if preset else []), *self.sets(*values)]
+        options = ["--preset", preset] if preset else []
+        return options + self.sets(*values)
 
     def endless(self) -> list[str]:
         """The options of a job that writes many checkpoints until something ends it."""
@@ -231,15 +234,16 @@ class Day:
         status, raw = self.json("status", job_id), self.describe(job_id)
         assert raw is not None
         self.book(job_id, status)
-        passed = {t["Status"]: 0.0 for t in raw["SecondaryStatusTransitions"]}
-        for t in raw["SecondaryStatusTransitions"]:
-            if "EndTime" in t:
-                passed[t["Status"]] += (t["EndTime"] - t["StartTime"]).total_seconds()
-        times = ", ".join(f"{status} {seconds:.0f} s" for status, seconds in passed.items())
+        seconds_in = defaultdict[str, float](float)
+        for transition in raw["SecondaryStatusTransitions"]:
+            if "EndTime" in transition:
+                duration = transition["EndTime"] - transition["StartTime"]
+                seconds_in[transition["Status"]] += duration.total_seconds()
+        times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in seconds_in.items())
         booked = self.state["jobs"][job_id]
         self.note(f"{job_id[-6:]}: {times}; {booked['billed']} s billed, {booked['usd']:.4f} USD")
         self.check(f"it ends as {state}", raw["SecondaryStatus"] == state, self.why(raw))
-        started = booked["billed"] - passed.get("Training", 0.0)
+        started = booked["billed"] - seconds_in["Training"]
         self.check(f"at most {ALLOWANCE} s are billed besides the run", started <= ALLOWANCE)
         return Ended(raw, status, log)
 
@@ -253,8 +257,11 @@ class Day:
         self.save()
 
     def spent(self, step: int | None = None) -> float:
-        jobs = self.state["jobs"].values()
-        return float(sum(j.get("usd", 0) for j in jobs if step is None or j["step"] == step))
+        total = 0.0
+        for job in self.state["jobs"].values():
+            if step is None or job["step"] == step:
+                total += job.get("usd", 0)
+        return total
 
     def stop_all(self) -> None:
         """Stops and books what may still run, after a surprise or an interruption."""
@@ -289,61 +296,67 @@ class Day:
 
     def objects(self, prefix: str) -> dict[str, Any]:
         """What lies below a prefix of the store, by name; with sizes and times."""
-        pages = self.client("s3").get_paginator("list_objects_v2")
-        found = pages.paginate(Bucket=self.bucket, Prefix=f"nanogpt/{prefix}/")
-        return {o["Key"].split("/", 3)[3]: o for page in found for o in page.get("Contents", [])}
+        paginator = self.client("s3").get_paginator("list_objects_v2")
+        objects = {}
+        for page in paginator.paginate(Bucket=self.bucket, Prefix=f"nanogpt/{prefix}/"):
+            for content in page.get("Contents", []):
+                name = content["Key"].split("/", 3)[3]
+                objects[name] = content
+        return objects
 
     def watch(self, job_id: str, deleted: int) -> None:
         """Looks at a job's checkpoints in S3 until so many were deleted.
 
-        Raises:
-            Surprise: the job ends before, or objects appear that are no checkpoints.
+        Raises Surprise if the job ends before, or objects appear that are no checkpoints.
         """
-        seen: dict[str, Any] = {}
-        gone: set[str] = set()
-        until = time.monotonic() + 1500
-        while len([name for name in gone if name.startswith("checkpoint-")]) < deleted:
-            now = self.objects(f"checkpoints/{job_id}")
+        known_names = set[str]()
+        deleted_names = set[str]()
+        deadline = time.monotonic() + 1500
+        while sum(name.startswith("checkpoint-") for name in deleted_names) < deleted:
+            objects = self.objects(f"checkpoints/{job_id}")
             at = time.strftime("%H:%M:%S")
-            for name in sorted(now.keys() - seen.keys()):
-                self.write(f"{at} there: {name}, {now[name]['Size']} bytes")
-            for name in sorted(seen.keys() - now.keys() - gone):
+            for name in sorted(objects.keys() - known_names):
+                self.write(f"{at} there: {name}, {objects[name]['Size']} bytes")
+            for name in sorted(known_names - objects.keys() - deleted_names):
                 self.write(f"{at} gone:  {name}")
-            gone |= seen.keys() - now.keys()
-            seen |= now
+            deleted_names |= known_names - objects.keys()
+            known_names |= objects.keys()
             raw = self.describe(job_id) or {"SecondaryStatus": "gone"}
-            running = raw.get("TrainingJobStatus") == "InProgress" and time.monotonic() < until
-            if not running:
-                raise Surprise(
-                    f"expected: {deleted} checkpoints go from S3; found: {self.why(raw)}"
-                )
+            is_running = raw.get("TrainingJobStatus") == "InProgress"
+            if not is_running or time.monotonic() > deadline:
+                fact = f"{deleted} checkpoints go from S3"
+                raise Surprise(f"expected: {fact}; found: {self.why(raw)}")
             time.sleep(self.poll)
-        strange = sorted(name for name in seen if not CHECKPOINTS.fullmatch(name))
+        strange = sorted(name for name in known_names if not CHECKPOINTS.fullmatch(name))
         self.check("nothing but checkpoints and metrics appears in S3", not strange, strange)
-        self.check("what the script deletes goes from S3 too", gone)
+        self.check("what the script deletes goes from S3 too", deleted_names)
 
     def resumed(self, earlier: str, cost: float) -> Ended:
         """Resumes a stopped job for some steps; checks that its curve continues."""
-        before = self.metrics(earlier)
+        earlier_rows = self.metrics(earlier)
         step = self.json("status", earlier)["checkpoint_step"]
         last = step + (20 if self.emulator else 500)
         job_id = self.launch(cost, "--resume", earlier, "--set", f"max_steps={last}")
-        copied = self.objects(f"checkpoints/{job_id}")
+        restored = self.objects(f"checkpoints/{job_id}")
         job = self.ended(job_id)
         line = f"resumed from the checkpoint of step {step}"
         self.check(f"{line}, the newest in S3", re.search(rf"{line}\b", job.log))
-        after = self.metrics(job_id)
-        steps = [row["step"] for row in after]
-        kept = [row for row in before if row["step"] <= step]
-        same = after[: len(kept)] == kept
-        self.check(f"its metrics begin with the {len(kept)} rows before", same, after)
-        whole = all(0 < b - a <= steps[0] for a, b in itertools.pairwise(steps))
-        self.check(f"and continue to step {last} without a gap", whole and steps[-1] == last, steps)
-        now = self.objects(f"checkpoints/{job_id}")
-        again = [n for n in copied if n in now and now[n]["ETag"] == copied[n]["ETag"]]
-        again = [n for n in again if now[n]["LastModified"] > copied[n]["LastModified"]]
-        self.note(f"restored files that a host uploaded again: {', '.join(again) or 'none'}")
-        self.note(f"left in S3: {', '.join(sorted(now))}")
+        rows = self.metrics(job_id)
+        first_rows = [row for row in earlier_rows if row["step"] <= step]
+        n_rows = len(first_rows)
+        self.check(f"its metrics begin with the {n_rows} rows before", rows[:n_rows] == first_rows)
+        steps = [row["step"] for row in rows]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(steps)]
+        has_no_gap = all(0 < gap <= steps[0] for gap in gaps) and steps[-1] == last
+        self.check(f"and continue to step {last} without a gap", has_no_gap, steps)
+        objects = self.objects(f"checkpoints/{job_id}")
+        repeated = []
+        for name in restored.keys() & objects.keys():
+            old, new = restored[name], objects[name]
+            if new["ETag"] == old["ETag"] and new["LastModified"] > old["LastModified"]:
+                repeated.append(name)
+        self.note(f"restored files that a host uploaded again: {', '.join(repeated) or 'none'}")
+        self.note(f"left in S3: {', '.join(sorted(objects))}")
         return job
 
 
@@ -372,9 +385,8 @@ def step(expected: float, ceiling: float) -> Callable[[Callable[[Day], None]], N
 def deploy(day: Day, *arguments: str) -> None:
     day.sm("infra", "deploy", "--yes", *shlex.split(day.deploy), *arguments)
     day.state["stack"] = day.json("infra", "show")
-    day.check("the stack has a store, a role and a policy", all(
-        day.state["stack"][name] for name in ("store", "role", "policy")
-    ))  # fmt: skip
+    for name in ("store", "role", "policy"):
+        day.check(f"the stack has a {name}", day.state["stack"][name])
 
 
 @step(0, 0)
@@ -388,16 +400,16 @@ def doctor(day: Day) -> None:
     """Doctor: role, price, quota"""
     for instance in ("ml.m5.xlarge", "ml.g5.xlarge", "ml.g6.xlarge", "ml.g5.12xlarge"):
         out = day.sm("doctor", "--no-train", "--instance", instance, "--json", code=None)
-        found = {finding["check"]: finding for finding in json.loads(out)}
-        failed = {name for name, each in found.items() if each["result"] == "failure"}
+        findings = {finding["check"]: finding for finding in json.loads(out)}
+        failed = {name for name in findings if findings[name]["result"] == "failure"}
         may_fail = set() if instance == "ml.m5.xlarge" else {"quota"}
         day.check(f"{instance}: no check fails but quotas of GPUs", failed <= may_fail, failed)
         for name in ("role", "price"):
             if name == "role" or not day.emulator:  # it has few prices
-                each = found[name]
-                day.check(f"{instance}: {name}", each["result"] == "ok", each["text"])
+                finding = findings[name]
+                day.check(f"{instance}: {name}", finding["result"] == "ok", finding["text"])
         for name in ("price", "quota"):
-            day.note(f"{instance}: {found[name]['text']}")
+            day.note(f"{instance}: {findings[name]['text']}")
 
 
 @step(0.04, 0.15)
@@ -406,8 +418,9 @@ def first_job(day: Day) -> None:
     job_id = day.launch(0.15, *M5, *day.size("quick"))
     job = day.ended(job_id)
     day.runs_on(job)
-    rows, final = day.metrics(job_id), {m["MetricName"] for m in job.raw["FinalMetricDataList"]}
-    day.check("SageMaker reads the metrics", final >= {"step", "val_loss"}, final)
+    rows = day.metrics(job_id)
+    names = {metric["MetricName"] for metric in job.raw["FinalMetricDataList"]}
+    day.check("SageMaker reads the metrics", names >= {"step", "val_loss"}, names)
     day.check("the loss falls", rows[-1]["train_loss"] < rows[0]["train_loss"])
     day.check(
         "the last row is of the last step",
@@ -457,7 +470,7 @@ def isolated_and_fast(day: Day) -> None:
     fast = ("--input-mode", "FastFile")
     isolated = day.launch(0.15, *M5, *day.size("quick"), "--network-isolation")
     text = day.launch(0.15, *M5, *day.size("quick"), *fast)
-    arguments = (*day.words, "--tokenizer", "bpe", "--vocab-size", "512")
+    arguments = (*day.upload_arguments, "--tokenizer", "bpe", "--vocab-size", "512")
     encoded = ("--data", day.sm("upload-data", *arguments))
     job = day.ended(isolated)
     day.check("it was isolated", job.raw["EnableNetworkIsolation"])
@@ -513,18 +526,17 @@ def least_privilege(day: Day) -> None:
         as_user = boto3.Session(user["AWS_ACCESS_KEY_ID"], user["AWS_SECRET_ACCESS_KEY"])
         try:
             as_user.client("iam", region_name=user["AWS_REGION"]).list_users()
-            found = "they are listed"
+            answer = "they are listed"
         except ClientError as error:
-            found = error.response["Error"]["Code"]
-        day.check("the user may not list users", found.startswith("AccessDenied"), found)
+            answer = error.response["Error"]["Code"]
+        day.check("the user may not list users", answer.startswith("AccessDenied"), answer)
         job_id = day.launch(0.15, *M5, *day.size("quick"), user=user)
         latest = json.loads(day.sm("status", "latest", "--json", user=user))["job_id"]
         day.check("latest is the job just launched", latest == job_id, latest)
-        own = [job["job_id"] for job in json.loads(day.sm("jobs", "--json", user=user))]
+        listed = {job["job_id"] for job in json.loads(day.sm("jobs", "--json", user=user))}
         others = day.state["jobs"].keys() - {job_id}
-        day.check("no job of another user is listed", not others & set(own), own)
-        listed = job_id in own
-        day.note(f"AWS's Search knows the job at once: {listed}")
+        day.check("no job of another user is listed", not others & listed, listed)
+        day.note(f"AWS's Search knows the job at once: {job_id in listed}")
         day.sm("stop", "latest", user=user)
         day.ended(job_id, "Stopped")
         day.sm("delete", job_id, "--yes", user=user)
@@ -542,7 +554,8 @@ def limits(day: Day) -> None:
     limit = "60" if day.emulator else "120"
     late = day.launch(0.15, *M5, *day.endless(), "--max-run", limit)
     fault = ("--environment", "NANOGPT_FAULT=0:5:raise")
-    broken = day.ended(day.launch(0.15, *M5, *day.size("quick"), *fault), "Failed")
+    faulty = day.launch(0.15, *M5, *day.size("quick"), *fault)
+    broken = day.ended(faulty, "Failed")
     reason = broken.status["failure_reason"]
     day.check("the reason is the script's", "NANOGPT_FAULT asked for this" in reason, reason)
     day.note(f"FailureReason of AWS: {broken.raw['FailureReason'][:200]!r}")
@@ -581,7 +594,8 @@ def first_gpu(day: Day) -> None:
 def newest_image(day: Day) -> None:
     """The newest image"""
     newest = ("--pytorch-version", "2.14", *TORCHRUN)
-    job = on_gpu(day, day.launch(0.5, *G5, *newest, *day.size(*BABY)), launcher="torchrun")
+    job_id = day.launch(0.5, *G5, *newest, *day.size(*BABY))
+    job = on_gpu(day, job_id, launcher="torchrun")
     image = job.raw["AlgorithmSpecification"]["TrainingImage"]
     day.check("the image is of 2.14", ":2.14" in image, image)
 
@@ -646,8 +660,8 @@ def own_key(day: Day) -> None:
 def empty_and_delete(s3: Any, bucket: str) -> None:
     with contextlib.suppress(s3.exceptions.NoSuchBucket):
         for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket):
-            for each in page.get("Contents", []):
-                s3.delete_object(Bucket=bucket, Key=each["Key"])
+            for content in page.get("Contents", []):
+                s3.delete_object(Bucket=bucket, Key=content["Key"])
         s3.delete_bucket(Bucket=bucket)
 
 
@@ -662,10 +676,14 @@ def nothing_left(day: Day) -> None:
     if "stack" not in day.state and (shown := day.sm("infra", "show", "--json", code=None)):
         day.state["stack"] = json.loads(shown)
     day.sm("infra", "destroy", "--yes")
-    bucket = key = ""
+    bucket = ""
+    key = ""
     if "stack" in day.state:
-        bucket, key = day.bucket, (day.state["stack"]["kms_key"] or "").rpartition("/")[2]
-    s3, kms, logs = day.client("s3"), day.client("kms"), day.client("logs")
+        bucket = day.bucket
+        key = (day.state["stack"]["kms_key"] or "").rpartition("/")[2]
+    s3 = day.client("s3")
+    kms = day.client("kms")
+    logs = day.client("logs")
     if bucket:
         empty_and_delete(s3, bucket)
     if key and kms.describe_key(KeyId=key)["KeyMetadata"]["KeyState"] != "PendingDeletion":
@@ -674,8 +692,8 @@ def nothing_left(day: Day) -> None:
     for job_id in day.state["jobs"]:
         with contextlib.suppress(logs.exceptions.ResourceNotFoundException):
             for page in streams.paginate(logGroupName=LOG_GROUP, logStreamNamePrefix=job_id):
-                for each in page["logStreams"]:
-                    name = each["logStreamName"]
+                for stream in page["logStreams"]:
+                    name = stream["logStreamName"]
                     logs.delete_log_stream(logGroupName=LOG_GROUP, logStreamName=name)
     remaining = [job_id for job_id in day.state["jobs"] if day.describe(job_id)]
     day.check("no job is left", not remaining, remaining)
@@ -691,8 +709,8 @@ def nothing_left(day: Day) -> None:
 # -- the day ---------------------------------------------------------------------------------------
 
 
-def chosen(arguments: list[str]) -> list[int]:
-    """Step numbers from words such as 3 and 5-8; without words, all."""
+def step_numbers(arguments: list[str]) -> list[int]:
+    """The numbers of steps from arguments such as 3 and 5-8; without any, all."""
     numbers: set[int] = set()
     for word in arguments or [f"0-{len(STEPS) - 1}"]:
         first, _, last = word.partition("-")
@@ -714,11 +732,11 @@ def work(day: Day, numbers: list[int]) -> None:
         step, day.number = STEPS[number], number
         expected = f"expected {step.expected:.2f} USD, at most {step.ceiling:.2f}"
         day.say(f"step {number}: {step.title} ({expected})")
-        before = day.spent()
-        if before + step.ceiling > BUDGET:
-            raise Surprise(f"{before:.2f} USD are spent: this step could exceed {BUDGET:.0f}")
+        spent = day.spent()
+        if spent + step.ceiling > BUDGET:
+            raise Surprise(f"{spent:.2f} USD are spent: this step could exceed {BUDGET:.0f}")
         step.run(day)
-        cost = day.spent() - before
+        cost = day.spent() - spent
         day.check(f"it costs at most {step.ceiling:.2f} USD", cost <= step.ceiling, cost)
         passed[str(number)] = cost
         day.save()
@@ -728,12 +746,12 @@ def work(day: Day, numbers: list[int]) -> None:
 def summary(day: Day) -> None:
     for number, step in enumerate(STEPS):
         result = "passed" if str(number) in day.state["passed"] else "-"
-        cost, billed = day.spent(number), 0
-        billed = sum(
-            job.get("billed", 0) for job in day.state["jobs"].values() if job["step"] == number
-        )
+        billed = 0
+        for job in day.state["jobs"].values():
+            if job["step"] == number:
+                billed += job.get("billed", 0)
         day.say(
-            f"{number:>2}  {result:<6}  {billed:>5} s  {cost:>6.2f} USD"
+            f"{number:>2}  {result:<6}  {billed:>5} s  {day.spent(number):>6.2f} USD"
             f"  (expected {step.expected:.2f}, at most {step.ceiling:.2f})  {step.title}"
         )
     day.say(f"{day.spent():.2f} USD in all, of {BUDGET:.0f}")
@@ -757,7 +775,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.emulator != ("AWS_ENDPOINT_URL" in os.environ):
         raise SystemExit("error: --emulator and AWS_ENDPOINT_URL go together")
-    numbers = chosen(args.steps)
+    numbers = step_numbers(args.steps)
     day = Day(args.directory, args.emulator, args.deploy, args.text)
     cleaning = len(STEPS) - 1
     if day.damage and numbers != [cleaning]:

@@ -163,10 +163,15 @@ def test_a_day_whose_stack_failed_is_cleaned_up(begin):
 
 @pytest.mark.parametrize(
     ("arguments", "numbers"),
-    [([], [*range(17)]), (["3"], [3]), (["0-2", "16"], [0, 1, 2, 16]), (["2", "0-1"], [0, 1, 2])],
+    [
+        ([], list(range(17))),
+        (["3"], [3]),
+        (["0-2", "16"], [0, 1, 2, 16]),
+        (["2", "0-1"], [0, 1, 2]),
+    ],
 )
 def test_steps_are_named_by_numbers_and_ranges(arguments, numbers):
-    assert first_day.chosen(arguments) == numbers
+    assert first_day.step_numbers(arguments) == numbers
 
 
 def test_the_page_lists_each_step_with_its_costs():

@@ -45,5 +45,8 @@ def command(aws, home, impatience, monkeypatch):
     """sm-nanogpt as a process of its own, as that person types it."""
     *python, code = launching.PROGRAM
     monkeypatch.setattr(launching, "PROGRAM", (*python, impatience + code))
-    user = {name: v for name, v in os.environ.items() if name.startswith(("AWS_", "SM_NANOGPT_"))}
-    return lambda *arguments: launching.command(*arguments, home=home, env=user)
+    variables = {}
+    for name, value in os.environ.items():
+        if name.startswith(("AWS_", "SM_NANOGPT_")):
+            variables[name] = value
+    return lambda *arguments: launching.command(*arguments, home=home, env=variables)

@@ -9,7 +9,9 @@ import copy
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +62,24 @@ def test_the_policies_allow_only_what_the_commands_need(
     records: list[Record] = []
 
     def command(*arguments: str, code: int = 0) -> str:
-        before = len(account.accesses)
+        n_earlier = len(account.accesses)
         for cache in ("prices.json", "stacks.json"):  # each as on its first day
             (home / cache).unlink(missing_ok=True)
         ran = cli(*arguments)
         assert ran.code == code, ran.err
-        name = " ".join(arguments[: 2 if arguments[0] == "infra" else 1])
-        name += " --resume" * ("--resume" in arguments)
-        records.extend((name, a) for a in account.accesses[before:] if not of_a_job(a))
+        name = arguments[0]
+        if name == "infra":
+            name += f" {arguments[1]}"
+        if "--resume" in arguments:
+            name += " --resume"
+        for access in account.accesses[n_earlier:]:
+            if not of_a_job(access):
+                records.append((name, access))
         return ran.out.strip()
+
+    def deletes_a_checkpoint() -> bool:
+        deletions = [a for a in account.accesses if a.action == "s3:DeleteObject"]
+        return any(map(of_a_job, deletions))
 
     command("infra", "deploy", "--kms", "--yes")
     stack = json.loads(cli("infra", "show", "--json").out)
@@ -77,7 +88,8 @@ def test_the_policies_allow_only_what_the_commands_need(
 
     account.refuse["UploadPart"] = ("InvalidRequest", "broken off")
     large = tmp_path / "large.txt"  # which is sent in parts
-    large.write_text(text_file.read_text() * (1 + 2 * PART_BYTES // text_file.stat().st_size))
+    n_copies = 1 + 2 * PART_BYTES // text_file.stat().st_size
+    large.write_text(text_file.read_text() * n_copies)
     command("upload-data", str(large), code=1)
     account.refuse.clear()
     command("upload-data", str(text_file))
@@ -86,7 +98,7 @@ def test_the_policies_allow_only_what_the_commands_need(
     arguments = ("launch", "--max-run", "7200", "--detach", "--instance")
     values = {**ENDLESS, "batch_size": 8, "checkpoint_seconds": 1}
     stopped = command(*arguments, "ml.p3.8xlarge", "--pytorch-version", "2.8.0", *sets(**values))
-    until(lambda: [a for a in account.accesses if of_a_job(a) and a.action == "s3:DeleteObject"])
+    until(deletes_a_checkpoint)
     command("status", stopped)
     command("logs", stopped)
     command("stop", stopped)
@@ -103,34 +115,29 @@ def test_the_policies_allow_only_what_the_commands_need(
     command("metrics", longer)
     command("report", longer, "-o", str(tmp_path / "report.html"))
     command("delete", longer, "--yes")
-    (upload,) = [e for e in json.loads(command("data", "--json")) if e["jobs"] == [stopped]]
-    command("delete", upload["name"], "--yes")
+    uploads = json.loads(command("data", "--json"))
+    (name,) = [upload["name"] for upload in uploads if upload["jobs"] == [stopped]]
+    command("delete", name, "--yes")
     command("infra", "show")
 
     (role,) = policies_of(role_of(stack["role"]))
     launcher = document_of(iam_backends[ACCOUNT]["aws"].get_policy(stack["policy"]))
     documents = {"LauncherPolicy": json.loads(launcher), "Role": role}
-    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(f"AWS_{name}", "testing")
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(variable, "testing")
     command("infra", "destroy", "--yes")
-    records.extend(
-        ("a job", access) for access in account.accesses if ":assumed-role/" in access.principal
-    )
+    for access in account.accesses:
+        if ":assumed-role/" in access.principal:
+            records.append(("a job", access))
 
-    rows = [judged(record, documents) for record in records]
-    check_current(calls_table(rows, {bucket: "BUCKET", key: "KEY", stack["role"]: "ROLE"}))
-    used = {policy: [a for _, a, name, _ in rows if name == policy] for policy in documents}
+    calls = [judged(record, documents) for record in records]
+    check_current(calls_table(calls, {bucket: "BUCKET", key: "KEY", stack["role"]: "ROLE"}))
     for policy, document in documents.items():
-        unneeded = [
-            action
-            for action, without in each_without_one(document)
-            if all(allowed([without], a.action, a.resource, a.context) for a in used[policy])
-        ]
-        assert unneeded == [], f"{policy} allows what no recorded call needs"
-    for policy, document in documents.items():
-        for access in used[policy]:
+        accesses = [call.access for call in calls if call.policy == policy]
+        assert unneeded_actions(document, accesses) == [], policy
+        for access in accesses:
             for other in elsewhere(access):
-                assert not allowed([document], other.action, other.resource, other.context), other
+                assert not is_allowed(document, other), other
 
 
 def of_a_job(access: Access) -> bool:
@@ -138,40 +145,53 @@ def of_a_job(access: Access) -> bool:
     return ":assumed-role/" in access.principal or access.principal == "sagemaker.amazonaws.com"
 
 
-Row = tuple[str, Access, str, str]  # who, access, policy, statement
+@dataclass(frozen=True)
+class Call:
+    """Who accesses what, and the statement of a policy that allows it; '' for an administrator."""
+
+    who: str
+    access: Access
+    policy: str = ""
+    statement: str = ""
 
 
-def judged(record: Record, documents: dict[str, dict[str, Any]]) -> Row:
+def judged(record: Record, documents: dict[str, dict[str, Any]]) -> Call:
     """A recorded access with the statement that allows it."""
     command, access = record
     if access.principal.endswith(":root"):
-        return f"`{command}`", access, "", ""
+        return Call(f"`{command}`", access)
     policy = "Role" if of_a_job(access) else "LauncherPolicy"
     for statement in statements(documents[policy]):
-        one = {**documents[policy], "Statement": [statement]}
-        if allowed([one], access.action, access.resource, access.context):
+        if is_allowed({**documents[policy], "Statement": [statement]}, access):
             who = command if of_a_job(access) else f"`{command}`"
-            return who, access, policy, statement["Sid"]
+            return Call(who, access, policy, statement["Sid"])
     raise AssertionError(f"{command}: {access} is allowed by no statement of {policy}")
 
 
-def each_without_one(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each action of a policy, and the policy without it there."""
+def is_allowed(document: dict[str, Any], access: Access) -> bool:
+    return allowed([document], access.action, access.resource, access.context)
+
+
+def unneeded_actions(document: dict[str, Any], accesses: list[Access]) -> list[str]:
+    """The actions of a policy without which it allows all these accesses."""
+    unneeded = []
     for index, statement in enumerate(statements(document)):
         actions = statement["Action"]
-        for action in [actions] if isinstance(actions, str) else actions:
-            without = copy.deepcopy(document)
-            other_actions = [
-                a for a in ([actions] if isinstance(actions, str) else actions) if a != action
-            ]
-            without["Statement"][index]["Action"] = other_actions or ["none:None"]
-            yield f"{statement['Sid']}: {action}", without
+        if isinstance(actions, str):
+            actions = [actions]
+        for action in actions:
+            others = [other for other in actions if other != action]
+            smaller = copy.deepcopy(document)
+            smaller["Statement"][index]["Action"] = others or ["none:None"]
+            if all(is_allowed(smaller, access) for access in accesses):
+                unneeded.append(f"{statement['Sid']}: {action}")
+    return unneeded
 
 
 def elsewhere(access: Access) -> Iterator[Access]:
     """The same action where nobody gave leave: on another thing, or under another condition."""
     moved = []
-    for ours, others in (
+    for pattern, replacement in (
         (r"^arn:aws:s3:::[^/]+", "arn:aws:s3:::another-bucket"),
         (r"^(arn:aws:s3:::[^/]+)/nanogpt/", r"\1/other/"),
         (r"training-job/sm-nanogpt-", "training-job/somebody-elses-"),
@@ -182,9 +202,9 @@ def elsewhere(access: Access) -> Iterator[Access]:
         (r":repository/.*", ":repository/another"),
         (r"^(arn:aws:kms:.*):key/.*", r"\1:key/another"),
     ):
-        other = re.sub(ours, others, access.resource)
-        if other != access.resource:
-            moved.append(Access(access.action, other, access.context))
+        resource = re.sub(pattern, replacement, access.resource)
+        if resource != access.resource:
+            moved.append(Access(access.action, resource, access.context))
     assert moved or access.resource == "*", access
     yield from moved
     changed = {
@@ -208,11 +228,14 @@ def test_the_bucket_is_private_and_expires_checkpoints_alone():
     assert bucket["BucketEncryption"]["ServerSideEncryptionConfiguration"]
     uploads, checkpoints = bucket["LifecycleConfiguration"]["Rules"]
     assert uploads["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 7}
-    assert (checkpoints["Prefix"], checkpoints["ExpirationInDays"]) == ("nanogpt/checkpoints/", 90)
+    assert checkpoints["Prefix"] == "nanogpt/checkpoints/"
+    assert checkpoints["ExpirationInDays"] == 90
     curve = 20_000 * 200  # rows of a long run, and the bytes of one
     assert int(checkpoints["ObjectSizeGreaterThan"]) > curve
     (deny,) = resources["BucketPolicy"]["Properties"]["PolicyDocument"]["Statement"]
-    assert (deny["Effect"], deny["Principal"], deny["Action"]) == ("Deny", "*", "s3:*")
+    assert deny["Effect"] == "Deny"
+    assert deny["Principal"] == "*"
+    assert deny["Action"] == "s3:*"
     assert deny["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
     assert resources["Bucket"]["DeletionPolicy"] == resources["Key"]["DeletionPolicy"] == "Retain"
 
@@ -236,24 +259,25 @@ def test_the_role_serves_only_our_sagemaker_jobs(account, cli):
 # -- the table of calls ----------------------------------------------------------------------------
 
 
-def calls_table(rows: list[Row], names: dict[str, str]) -> str:
+def calls_table(calls: list[Call], names: dict[str, str]) -> str:
     """Markdown: who calls what on which resource, and the statement that allows it."""
-    calls: dict[tuple[str, str, str], set[str]] = {}
-    for who, access, policy, sid in rows:
-        by = f"{policy}: {sid}" if policy else "an administrator"
-        calls.setdefault((who, by, pattern(access.resource, names)), set()).add(access.action)
-    lines = [
-        f"| {who} | {', '.join(f'`{action}`' for action in sorted(actions))} | `{on}` | {by} |"
-        for (who, by, on), actions in sorted(calls.items())
-    ]
-    return "\n".join(["| who | calls | on | allowed by |", "|---|---|---|---|", *lines, ""])
+    actions = defaultdict[tuple[str, str, str], set[str]](set)
+    for call in calls:
+        by = f"{call.policy}: {call.statement}" if call.policy else "an administrator"
+        resource = without_ids(call.access.resource, names)
+        actions[call.who, by, resource].add(call.access.action)
+    lines = ["| who | calls | on | allowed by |", "|---|---|---|---|"]
+    for who, by, resource in sorted(actions):
+        names_of_actions = [f"`{action}`" for action in sorted(actions[who, by, resource])]
+        lines.append(f"| {who} | {', '.join(names_of_actions)} | `{resource}` | {by} |")
+    return "\n".join([*lines, ""])
 
 
-def pattern(resource: str, names: dict[str, str]) -> str:
+def without_ids(resource: str, names: dict[str, str]) -> str:
     """An ARN without what differs from one run to the next."""
-    for found, name in names.items():
-        resource = resource.replace(found, name)
-    for found, name in (
+    for text, name in names.items():
+        resource = resource.replace(text, name)
+    for pattern, name in (
         (r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}", "JOB-ID"),
         (r"/(data|checkpoints)/.*", r"/\1/*"),
         (r"(algo-\d)-\d+", r"\1-*"),
@@ -263,7 +287,7 @@ def pattern(resource: str, names: dict[str, str]) -> str:
         (rf"::{ACCOUNT}:", "::ACCOUNT:"),
         (r"^arn:aws:s3:::", "s3://"),
     ):
-        resource = re.sub(found, name, resource)
+        resource = re.sub(pattern, name, resource)
     return resource
 
 

@@ -51,8 +51,8 @@ def test_text_that_was_deleted_after_its_upload(aws, s3, cli, text_file):
 def test_a_role_that_sagemaker_cannot_use(aws, cli, text_file, may, trusted, fact):
     role = make_role(aws.url, f"of-{trusted}", may, trusted=trusted)
     ran = cli("--role", role, LAUNCH, "--data", text_file, sets(**TINY))
-    assert (ran.code, ran.out) == (1, "")
-    assert fact in ran.error
+    assert ran.failed(1, fact)
+    assert ran.out == ""
     assert not aws.sagemaker.jobs
 
 

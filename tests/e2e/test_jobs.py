@@ -93,8 +93,11 @@ def ranks(cluster: Cluster) -> list[list[list[str]]]:
     """
     hosts = []
     for index in range(len(cluster.hosts)):
-        lines = cluster.processes(index)
-        hosts.append([line for line in lines if "train.py" in line[0] and "mpirun" not in line[0]])
+        host = []
+        for command, *parents in cluster.processes(index):
+            if "train.py" in command and "mpirun" not in command:
+                host.append([command, *parents])
+        hosts.append(host)
     if any(len(host) != 2 for host in hosts):
         return []
     return hosts
@@ -132,9 +135,10 @@ def result_of(cli: Callable[..., Ran], s3: Any, job_id: str, directory: Path) ->
         file = tar.extractfile("metrics.jsonl")
         assert file is not None
         rows = [json.loads(line) for line in file.read().splitlines()]
-    return weights, [
-        {k: v for k, v in row.items() if k not in ("tokens_per_second", "time")} for row in rows
-    ]
+    for row in rows:
+        row.pop("tokens_per_second", None)
+        row.pop("time", None)
+    return weights, rows
 
 
 def steps_of(log: str) -> list[int]:

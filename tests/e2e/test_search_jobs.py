@@ -69,7 +69,9 @@ def failing(seed: int) -> tuple[str, str]:
 def group(aws, cli, text_file, tmp_path, home, monkeypatch):
     """The name of a search whose base was trained."""
     monkeypatch.setattr(search, "CLEARLY_SLOW", 100.0)  # ten steps are less than the imports' noise
-    aws.sagemaker.run.gpus, aws.sagemaker.run.rate, aws.sagemaker.rate = 2, 1.0, 1.0
+    aws.sagemaker.rate = 1.0
+    aws.sagemaker.run.rate = 1.0
+    aws.sagemaker.run.gpus = 2
     launching.edited(tmp_path / "base", QUICK)
     options = ("--instance", "ml.m5.xlarge", "--ceiling", "1", "--smallest-gain", "0.5")
     text_options = ("--text", str(text_file), "--entry-point", str(tmp_path / "base"))
@@ -83,18 +85,24 @@ def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home):
     assert ran.code == 3, (ran.err, ran.out)
     entry = json.loads(ran.out)
     ledger = SearchLedger(home / "tries" / group)
-    assert (entry["verdict"], entry["pairs"]) == ("no better", 4)
-    assert len(aws.sagemaker.jobs) == len(ledger.of("settled")) == 2
-    assert [len(each["runs"]) for each in ledger.of("reserved")] == [8, 4]
-    assert 0 < entry["usd"] < ledger.spent < 1 and not ledger.open_reservations
+    assert entry["verdict"] == "no better"
+    assert entry["pairs"] == 4
+    assert len(aws.sagemaker.jobs) == 2
+    assert len(ledger.of("settled")) == 2
+    of_base, of_try = ledger.of("reserved")
+    assert len(of_base["runs"]) == 8
+    assert len(of_try["runs"]) == 4
+    assert 0 < entry["usd"] < ledger.spent < 1
+    assert not ledger.open_reservations
     log = cli("logs", ledger.of("sent")[1]["job"]).out
-    assert sorted(re.findall(r"^run (\d) of 4: ", log, re.MULTILINE)) == ["1", "2", "3", "4"]
+    runs = re.findall(r"^run (\d) of 4: ", log, re.MULTILINE)
+    assert sorted(runs) == ["1", "2", "3", "4"]
 
     first, second, third, fourth = ledger.seeds(SHARED, 4)
     folder = launching.edited(tmp_path / "failing", QUICK, SLOWER, failing(third))
     ran = cli("try", "run", folder, "--group", group, "--json")
-    assert ran.out, ran.err
-    assert (ran.code, json.loads(ran.out)["why"]) == (4, f"ConfigError: no luck with {third}")
+    assert ran.code == 4, ran.err
+    assert json.loads(ran.out)["why"] == f"ConfigError: no luck with {third}"
     ledger = SearchLedger(home / "tries" / group)
     [failed] = ledger.of("failed")
     assert failed["seed"] == third
