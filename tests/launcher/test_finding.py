@@ -32,9 +32,8 @@ from sm_nanogpt.launcher.settings import load_settings
 STS, IAM = f"arn:aws:sts::{ACCOUNT}:", f"arn:aws:iam::{ACCOUNT}:"
 
 
-@pytest.mark.parametrize(
-    ("arn", "owner"),
-    [
+def test_an_owner_is_a_person_or_else_a_role():
+    cases = [
         (f"{IAM}root", "root"),
         (f"{IAM}user/ada", "user/ada"),
         (f"{IAM}user/research/ml/ada", "user/ada"),
@@ -50,10 +49,9 @@ STS, IAM = f"arn:aws:sts::{ACCOUNT}:", f"arn:aws:iam::{ACCOUNT}:"
         (f"{STS}assumed-role/dev/1712345678901", "dev"),
         (f"{STS}assumed-role/task/0123456789abcdef0123456789abcdef", "task"),
         ("arn:aws-cn:iam::1:user/ada", "user/ada"),
-    ],
-)
-def test_an_owner_is_a_person_or_else_a_role(arn, owner):
-    assert owner_of(arn) == owner
+    ]
+    for arn, owner in cases:
+        assert owner_of(arn) == owner
 
 
 # -- two callers -----------------------------------------------------------------------------------
@@ -112,24 +110,25 @@ def test_each_caller_lists_own_jobs_and_on_request_all(cli, become, two):
     assert second["OWNER"] == "user/ada"
 
 
-@pytest.mark.parametrize(
-    "pages, merged",
-    [
+def test_the_last_job_stands_once_at_its_time():
+    """Each job is here the second of its launch and the end of its id; the last one is 5b."""
+
+    def ids(jobs: str) -> list[str]:
+        return [f"sm-nanogpt-20261126-00000{job[0]}-{job[1]}" for job in jobs.split()]
+
+    [last] = ids("5b")
+    cases = [
         ("", "5b"),
         ("6c 5a", "6c 5b 5a"),
         ("5c 5b 5a", "5c 5b 5a"),
         ("4d", "5b 4d"),
         ("4d 5b", "5b 4d"),  # the clocks of callers differ, and Search sorts by AWS's
         ("6c 6d", "6c 6d 5b"),
-    ],
-)
-def test_the_last_job_stands_once_at_its_time(pages, merged):
-    """Each job is here the second of its launch and the end of its id."""
-    of = "sm-nanogpt-20261126-00000{}".format
-    raw = [{"TrainingJobName": of(f"{job[0]}-{job[1]}")} for job in pages.split()]
-    last = {"TrainingJobName": of("5-b")}
-    jobs = with_last(raw, last["TrainingJobName"], iter([last]))
-    assert [job["TrainingJobName"] for job in jobs] == [of("-".join(job)) for job in merged.split()]
+    ]
+    for pages, merged in cases:
+        answers = [{"TrainingJobName": job_id} for job_id in ids(pages)]
+        jobs = with_last(answers, last, iter([{"TrainingJobName": last}]))
+        assert [job["TrainingJobName"] for job in jobs] == ids(merged)
 
 
 def test_only_a_whole_id_means_a_colleagues_job(cloud, cli, become, two):

@@ -39,13 +39,12 @@ def with_fields(folder: Path, **defaults: object) -> Path:
     return launching.edited(folder, (line, "".join(fields) + line))
 
 
-@pytest.mark.parametrize(
-    "values", [{"n_layr": 2}, {"n_layer": "two"}, {"n_embd": 30, "n_head": 4}, {"dropout": 1.5}]
-)
-def test_a_job_refuses_values_in_the_scripts_words(values):
-    with pytest.raises(ConfigError) as caught:
-        make_config(values)
-    assert refusal(hyperparameters=values) == str(caught.value)
+def test_a_job_refuses_values_in_the_scripts_words():
+    cases = [{"n_layr": 2}, {"n_layer": "two"}, {"n_embd": 30, "n_head": 4}, {"dropout": 1.5}]
+    for values in cases:
+        with pytest.raises(ConfigError) as caught:
+            make_config(values)
+        assert refusal(hyperparameters=values) == str(caught.value)
 
 
 def test_a_name_is_a_word_of_its_own():
@@ -53,11 +52,12 @@ def test_a_name_is_a_word_of_its_own():
         assert refusal(name=name).startswith(f"name={name}: must be at most 63 letters")
 
 
-@pytest.mark.parametrize("fields", [{}, {"max_cost": 1}, {"processes_per_instance": 2}])
-def test_a_job_that_resumes_none_says_where_it_runs(fields):
-    with pytest.raises(InputError, match=r"instance: must be given: local.* ml\."):
-        Request(**fields)
-    assert Request(resume="a-job", **fields).instance is None
+def test_a_job_that_resumes_none_says_where_it_runs():
+    cases = [{}, {"max_cost": 1}, {"processes_per_instance": 2}]
+    for fields in cases:
+        with pytest.raises(InputError, match=r"instance: must be given: local.* ml\."):
+            Request(**fields)
+        assert Request(resume="a-job", **fields).instance is None
 
 
 def test_empty_hyperparameters_are_omitted():
@@ -98,13 +98,17 @@ def test_assignments_split_at_the_first_equals_sign():
     }
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("n_layer",), ("n_layer=",), ("=3",), ("n_layer=1", "n_layer=2"), ("n_layer=1", "n-layer=1")],
-)
-def test_an_invalid_or_repeated_assignment_is_refused(arguments):
-    with pytest.raises(InputError, match="--set"):
-        parse_assignments(None, click.Option(["--set"]), arguments)
+def test_an_invalid_or_repeated_assignment_is_refused():
+    cases = [
+        ("n_layer",),
+        ("n_layer=",),
+        ("=3",),
+        ("n_layer=1", "n_layer=2"),
+        ("n_layer=1", "n-layer=1"),
+    ]
+    for arguments in cases:
+        with pytest.raises(InputError, match="--set"):
+            parse_assignments(None, click.Option(["--set"]), arguments)
 
 
 def test_an_assignment_without_a_value_says_that_it_is_empty():
@@ -122,9 +126,8 @@ def test_a_new_field_is_for_sagemaker_by_default():
     assert not Later(instance="local", spot=False, network_isolation=False).spot  # off is allowed
 
 
-@pytest.mark.parametrize(
-    ("values", "value", "limit"),
-    [
+def test_an_invalid_field_names_its_value_and_limit():
+    cases = [
         ({"instances": 2}, "instances=2", "no such field"),
         ({"instance_count": 0}, "instance_count=0", "at least 1"),
         ({"instance_count": 101}, "instance_count=101", "at most 100"),
@@ -136,13 +139,12 @@ def test_a_new_field_is_for_sagemaker_by_default():
         ({"hyperparameters": 3}, "hyperparameters=3", "dictionary"),
         ({"preset": "babby"}, "preset=babby", "baby, small, gpt2"),
         ({"preset": "fast"}, "preset=fast", "one of auto, "),
-    ],
-)
-def test_an_invalid_field_names_its_value_and_limit(values, value, limit):
-    name, _, reason = refusal(**values).partition(": ")
-    assert name == value
-    assert limit in reason
-    assert "\n" not in reason
+    ]
+    for values, value, limit in cases:
+        name, _, reason = refusal(**values).partition(": ")
+        assert name == value
+        assert limit in reason
+        assert "\n" not in reason
 
 
 @pytest.mark.parametrize(

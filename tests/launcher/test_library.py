@@ -99,9 +99,8 @@ def test_a_fetched_model_needs_no_aws(held, job, monkeypatch):
     assert sm.job(held.id).sample(max_new_tokens=5) == text
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
+def test_a_message_without_role_or_content_is_refused():
+    cases = [
         [],
         "Hello",
         [{"role": "user"}],
@@ -109,11 +108,10 @@ def test_a_fetched_model_needs_no_aws(held, job, monkeypatch):
         [{"role": "user", "content": None}],
         [{"role": "human", "content": "Hello"}],
         [{"role": "user", "content": "Hello"}, "Hi"],
-    ],
-)
-def test_a_message_without_role_or_content_is_refused(messages):
-    with pytest.raises(sm.InputError, match="message"):
-        read_messages(messages)
+    ]
+    for messages in cases:
+        with pytest.raises(sm.InputError, match="message"):
+            read_messages(messages)
 
 
 def test_only_models_of_conversations_chat(held):

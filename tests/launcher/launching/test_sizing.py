@@ -30,16 +30,14 @@ def job(
     )
 
 
-@pytest.mark.parametrize(
-    "preset, rows, world_size, passes",
-    [("gpt2", 480, 4, 8), ("gpt2", 480, 1, 30), ("baby", 64, 1, 1), ("small", 128, 1, 4)],
-)
-def test_a_pass_has_at_most_16384_tokens(preset, rows, world_size, passes):
-    config = make_config({}, preset)
-    assert config.batch_size == rows
-    assert config.passes(world_size) == passes
-    assert rows // world_size // passes * config.block_size <= 16384
-    assert make_config({"gradient_accumulation_steps": 2}, preset).passes(1) == 2
+def test_a_pass_has_at_most_16384_tokens():
+    cases = [("gpt2", 480, 4, 8), ("gpt2", 480, 1, 30), ("baby", 64, 1, 1), ("small", 128, 1, 4)]
+    for preset, rows, world_size, passes in cases:
+        config = make_config({}, preset)
+        assert config.batch_size == rows
+        assert config.passes(world_size) == passes
+        assert rows // world_size // passes * config.block_size <= 16384
+        assert make_config({"gradient_accumulation_steps": 2}, preset).passes(1) == 2
 
 
 @pytest.mark.parametrize(
@@ -54,20 +52,18 @@ def test_a_pass_on_a_gpu_fits_half_of_its_memory(monkeypatch, gigabytes, n_layer
     assert tokens_per_pass(config, torch.device("cpu")) == 1 << 14
 
 
-@pytest.mark.parametrize(
-    "batch_size, world_size, block_size, passes",
-    [
+def test_passes_are_the_fewest_or_at_most_twice_as_many():
+    cases = [
         (500, 1, 1024, 50),
         (508, 4, 1024, 8),
         (67, 1, 1024, 5),
         (97, 1, 256, 2),
         (97, 1, 64, 1),
         (6, 2, 1 << 15, 3),
-    ],
-)
-def test_passes_are_the_fewest_or_at_most_twice_as_many(batch_size, world_size, block_size, passes):
-    config = Config(batch_size=batch_size, block_size=block_size)
-    assert config.passes(world_size) == passes
+    ]
+    for batch_size, world_size, block_size, passes in cases:
+        config = Config(batch_size=batch_size, block_size=block_size)
+        assert config.passes(world_size) == passes
 
 
 @pytest.mark.parametrize(

@@ -53,18 +53,16 @@ def test_a_summary_names_preset_changes_and_origin(fields, summary):
     assert summary_of(TrainingJob(data="file:///text", **fields)) == summary
 
 
-@pytest.mark.parametrize(
-    ("model", "base"),
-    [
+def test_a_model_is_called_by_its_job_or_directory():
+    cases = [
         (EARLIER, EARLIER),
         (f"file:///home/me/.sm-nanogpt/models/{EARLIER}/9ce7267a3271", EARLIER),  # of a sweep
         (f"s3://bucket/models/{EARLIER}-526ff4dd31bf", EARLIER),  # uploaded, with its hash
         ("./Qwen3-0.6B/", "Qwen3-0.6B"),
         ("s3://bucket/models/qwen3-0-6b-0123456789ab/", "qwen3-0-6b-0123456789ab"),
-    ],
-)
-def test_a_model_is_called_by_its_job_or_directory(model, base):
-    assert model_name(model) == base
+    ]
+    for model, base in cases:
+        assert model_name(model) == base
 
 
 def test_an_edited_folder_and_its_own_values_are_named(tmp_path):

@@ -23,12 +23,10 @@ from sm_nanogpt.launcher.sagemaker.cost import (
 )
 
 
-@pytest.mark.parametrize(
-    ("amount", "shown"),
-    [(0, "0.00 USD"), (0.001, "0.01 USD"), (7.09, "7.09 USD"), (1234.561, "1,234.57 USD")],
-)
-def test_amounts_are_rounded_up_to_the_cent(amount, shown):
-    assert usd(amount) == shown
+def test_amounts_are_rounded_up_to_the_cent():
+    cases = [(0, "0.00 USD"), (0.001, "0.01 USD"), (7.09, "7.09 USD"), (1234.561, "1,234.57 USD")]
+    for amount, shown in cases:
+        assert usd(amount) == shown
 
 
 @pytest.mark.parametrize("amount", [1.5, 5.0, 99.99])
@@ -51,9 +49,8 @@ def test_cost_counts_each_host_and_each_billed_disk():
     assert cost_of(description(**disk, started=0.0), Price(0.23, ""), now=3600.0) > 6
 
 
-@pytest.mark.parametrize(
-    ("facts", "seconds"),
-    [
+def test_cost_counts_seconds_that_are_or_may_be_billed():
+    cases = [
         ({}, 0),
         ({"started": 100.0}, 800),
         ({"started": 100.0, "ended": 300.0}, 200),
@@ -65,10 +62,9 @@ def test_cost_counts_each_host_and_each_billed_disk():
         # AWS keeps no pool after an error of its own, and says so by nothing.
         ({"started": 100.0, "ended": 300.0, "keep_alive": 601, "status": "Failed"}, 801),
         ({"started": 100.0, "ended": 300.0, "keep_alive": 600, "status": "Failed"}, 200),
-    ],
-)
-def test_cost_counts_seconds_that_are_or_may_be_billed(facts, seconds):
-    assert description(**facts).billed_seconds(now=900.0) == seconds
+    ]
+    for facts, seconds in cases:
+        assert description(**facts).billed_seconds(now=900.0) == seconds
 
 
 def test_a_disk_adds_to_the_price_of_a_type(caplog):

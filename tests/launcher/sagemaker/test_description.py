@@ -42,9 +42,8 @@ def wrapped(message: str) -> str:
     return f"AlgorithmError: ExecuteUserScriptError:\nExitCode 1\n{message}\nCommand, exit code: 1"
 
 
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
+def test_a_job_reports_the_scripts_own_failure():
+    cases = [
         (wrapped('ErrorMessage "DataError: no text [Exception]\n ----"'), "DataError: no text"),
         (wrapped('ErrorMessage "DataError: no text"'), "DataError: no text"),
         (wrapped('ErrorMessage "TrainingError: CUDA [RuntimeError]"'), "TrainingError: CUDA"),
@@ -53,10 +52,9 @@ def wrapped(message: str) -> str:
         # What train.py leaves.
         ("AlgorithmError: DataError: no text [Exception], exit code: 1", "DataError: no text"),
         ("AlgorithmError: OSError: no disk, exit code: 1", "OSError: no disk"),
-    ],
-)
-def test_a_job_reports_the_scripts_own_failure(message, reason):
-    assert described(FailureReason=message).failure_reason == reason
+    ]
+    for message, reason in cases:
+        assert described(FailureReason=message).failure_reason == reason
 
 
 def test_an_interruption_is_a_reason_once_the_job_has_ended():

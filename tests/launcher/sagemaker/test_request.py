@@ -242,15 +242,13 @@ def test_a_missing_region_role_or_store_names_the_option(cloud, cli, short_text_
     assert "--store" in cli("--region", "us-east-1", arguments, "--dry-run").error
 
 
-@pytest.mark.parametrize(
-    ("region", "host"),
-    [
+def test_the_console_link_matches_the_partition(home):
+    cases = [
         ("eu-west-1", "https://eu-west-1.console.aws.amazon.com/"),
         ("us-gov-west-1", "https://us-gov-west-1.console.amazonaws-us-gov.com/"),
         ("cn-north-1", "https://cn-north-1.console.amazonaws.cn/"),
         ("us-iso-east-1", None),
-    ],
-)
-def test_the_console_link_matches_the_partition(home, region, host):
-    link = SageMakerBackend(Settings(home=home, region=region)).console_link("job")
-    assert link == (host and f"{host}sagemaker/home?region={region}#/jobs/job")
+    ]
+    for region, host in cases:
+        link = SageMakerBackend(Settings(home=home, region=region)).console_link("job")
+        assert link == (host and f"{host}sagemaker/home?region={region}#/jobs/job")

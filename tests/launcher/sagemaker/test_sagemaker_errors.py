@@ -34,9 +34,8 @@ def answer(code: str, message: str = "no") -> ClientError:
     return ClientError({"Error": {"Code": code, "Message": message}}, "GetObject")
 
 
-@pytest.mark.parametrize(
-    ("error", "remedy"),
-    [
+def test_each_error_of_aws_names_its_remedy():
+    cases = [
         (answer("RequestTimeTooSkewed"), "the clock"),
         (answer("InvalidSignatureException", "Signature expired: 1 is now earlier"), "the clock"),
         (answer("SignatureDoesNotMatch", "Signature not yet current: 2"), "the clock"),
@@ -53,10 +52,9 @@ def answer(code: str, message: str = "no") -> ClientError:
         (exceptions.NoCredentialsError(), "`aws login`"),
         # "sso" in the name of a host does not mean that the credentials have expired.
         (EndpointConnectionError(endpoint_url="https://lessons.s3.amazonaws.com/"), "the network"),
-    ],
-)
-def test_each_error_of_aws_names_its_remedy(error, remedy):
-    assert remedy in sentence(service_error("GetObject", error))
+    ]
+    for error, remedy in cases:
+        assert remedy in sentence(service_error("GetObject", error))
 
 
 def test_a_bug_is_not_blamed_on_the_network():
