@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from models import SMALL, alone, ids, lively, optimizer_of, small_config
 
+from sm_nanogpt.entry_point import optim
 from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.optim import Muon, gradient_of, learning_rate_scale, orthogonalize, tall
 
@@ -109,6 +112,34 @@ def test_a_step_of_muon_needs_memory_for_one_slice(tmp_path):
     numbers = 1 << 14  # of a slice; each of them takes some bytes, and the norms a little
     assert 4 * numbers < in_float32 < 12.1 * numbers
     assert 4 * numbers < in_bfloat16 < 10.1 * numbers
+
+
+def test_two_slices_at_most_travel_between_ranks(monkeypatch):
+    """Each that travels needs memory."""
+    monkeypatch.setattr(optim, "SLICE", 1 << 8)
+    weights = {}
+    for index in range(8):
+        weight = torch.zeros(16, 16)
+        weight.grad = torch.ones_like(weight)
+        weights[str(index)] = (weight, 1)
+    travelling: list[int] = []
+    counts: list[int] = []
+
+    def async_all_gather(update: torch.Tensor) -> Callable[[], torch.Tensor]:
+        travelling.append(1)
+        counts.append(len(travelling))
+
+        def result() -> torch.Tensor:
+            travelling.pop()
+            return torch.stack([update, update])
+
+        return result
+
+    group: Any = Mock(rank=0, world_size=2, device=torch.device("cpu"))
+    group.async_all_gather = async_all_gather
+    Muon(weights, SMALL, group, torch.float32).step(1.0)
+    assert counts == [1, 2, 2, 2]
+    assert not travelling
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
