@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 import launching
@@ -40,7 +41,12 @@ def with_fields(folder: Path, **defaults: object) -> Path:
 
 
 def test_a_job_refuses_values_in_the_scripts_words():
-    cases = [{"n_layr": 2}, {"n_layer": "two"}, {"n_embd": 30, "n_head": 4}, {"dropout": 1.5}]
+    cases: list[dict[str, Any]] = [
+        {"n_layr": 2},
+        {"n_layer": "two"},
+        {"n_embd": 30, "n_head": 4},
+        {"dropout": 1.5},
+    ]
     for values in cases:
         with pytest.raises(ConfigError) as caught:
             make_config(values)
@@ -127,7 +133,7 @@ def test_a_new_field_is_for_sagemaker_by_default():
 
 
 def test_an_invalid_field_names_its_value_and_limit():
-    cases = [
+    cases: list[tuple[dict[str, Any], str, str]] = [
         ({"instances": 2}, "instances=2", "no such field"),
         ({"instance_count": 0}, "instance_count=0", "at least 1"),
         ({"instance_count": 101}, "instance_count=101", "at most 100"),

@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,7 +101,7 @@ def test_a_fetched_model_needs_no_aws(held, job, monkeypatch):
 
 
 def test_a_message_without_role_or_content_is_refused():
-    cases = [
+    cases: list[Any] = [
         [],
         "Hello",
         [{"role": "user"}],

@@ -50,7 +50,7 @@ def test_cost_counts_each_host_and_each_billed_disk():
 
 
 def test_cost_counts_seconds_that_are_or_may_be_billed():
-    cases = [
+    cases: list[tuple[dict[str, Any], int]] = [
         ({}, 0),
         ({"started": 100.0}, 800),
         ({"started": 100.0, "ended": 300.0}, 200),
