@@ -315,7 +315,7 @@ def all_ended(commands: Sequence[Sequence[str]], home: Path) -> list[Ran]:
 def output_of(command: list[str | Path], cwd: Path, environment: dict[str, str]) -> str:
     """What a command prints on stdout; it has to succeed."""
     done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -32,7 +32,7 @@ modules = [importlib.import_module("sm_nanogpt.entry_point." + name) for name in
 found = {{k: v for m in modules for k, v in vars(m).items() if k[0] != "_"}}
 train = types.SimpleNamespace(**found)
 """
-LIMIT = 120.0  # seconds until a training counts as hung; some test machines are slow
+LIMIT = 240.0  # seconds until a training counts as hung; some test machines are slow
 
 # Trainings of the tests compute the same on every machine: in the precision that stands here, and
 # not in that of the CPU, and with one thread per process, which `environment` sets. A test that is

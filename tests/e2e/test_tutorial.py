@@ -35,7 +35,7 @@ def test_the_script_of_the_tutorial_runs(shell, text_file, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
     )
     assert done.returncode == 0, done.stderr
     assert "step:        10/10" in done.stdout
@@ -45,7 +45,7 @@ def test_the_script_of_the_tutorial_runs(shell, text_file, tmp_path):
 
 def test_the_notebook_of_the_tutorial_runs(shell, tmp_path):
     notebook = nbformat.read(ROOT / "examples/sagemaker.ipynb", as_version=4)
-    client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
+    client = NotebookClient(notebook, timeout=480, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     printed = "".join(str(cell.get("outputs")) for cell in notebook.cells)
     assert "step=10/10" in printed

@@ -70,7 +70,7 @@ def measure(monkeypatch):
 
 def run(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, EXAMPLES / f"{name}.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 # The tutorials run in their notebook: test_examples.py.

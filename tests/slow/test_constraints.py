@@ -38,7 +38,7 @@ def resolve(python: str, system: str, *arguments: str) -> set[str]:
         env={**os.environ, **oldest},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     if ran.returncode != 0:
         pytest.fail(f"Python {python} on {system}: {ran.stderr}", pytrace=False)

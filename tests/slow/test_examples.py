@@ -20,7 +20,7 @@ def test_the_script_of_the_local_loop_runs(tmp_path, environment):
 
 def test_the_notebook_of_the_local_loop_runs(tmp_path, environment):
     notebook = nbformat.read(ROOT / "examples" / "local_loop.ipynb", as_version=4)
-    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     outputs = [str(cell.get("outputs", "")) for cell in notebook.cells]
     assert any("Completed" in output and "<polyline" in output for output in outputs)
@@ -37,7 +37,7 @@ def test_the_notebook_of_the_tutorials_shows_tables_and_plots(tmp_path, environm
     monkeypatch.setenv("TUTORIALS", str(ROOT / "examples/tutorials"))
     notebook = nbformat.read(ROOT / "examples/tutorials/tutorials.ipynb", as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=300, resources=resources).execute()
+    NotebookClient(notebook, timeout=600, resources=resources).execute()
     tables = []
     images = []
     for cell in notebook.cells:
