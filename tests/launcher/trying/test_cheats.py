@@ -308,6 +308,12 @@ def test_honest_edits_pass_the_checks(tiny_search, tmp_path):
     check_folder(tiny_folder(tmp_path / "honest", *HONEST), tiny_search)
 
 
+def test_an_honest_edit_of_a_search_by_size_passes(tiny_search, tmp_path):
+    """--size writes down all hyperparameters, those too that let a run keep more than its model."""
+    tiny_search.start["hyperparameters"] |= {"moments": 8, "sample_length": 100}
+    check_folder(tiny_folder(tmp_path / "honest", *EDITS["activation"]), tiny_search)
+
+
 def test_a_folder_that_looks_ahead_is_refused(tiny_search, tmp_path):
     with pytest.raises(Refused, match="not causal"):
         check_folder(tiny_folder(tmp_path / "cheat", LEAKS["window mean"]), tiny_search)
