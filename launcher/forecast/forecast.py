@@ -324,7 +324,7 @@ class Forecaster:
                 losses[size] = measured_loss(whole_pilots[size], law)
         if problem:
             if not has_lowest(losses):
-                raise InputError(f"no forecast: {problem}")
+                raise InputError(f"no forecast: {problem}{describe_losses(losses)}")
             return losses
         largest_measured = max(losses, default=0.0)
         for size in candidates:
@@ -402,6 +402,14 @@ def expected(loss: float, deviation: float, measured: bool = False) -> Expected:
     low = loss * math.exp(-Z * deviation)
     high = loss * math.exp(Z * deviation)
     return Expected(loss=loss, low=low, high=high, measured=measured)
+
+
+def describe_losses(losses: Mapping[float, Expected]) -> str:
+    """What the pilots lost on the whole text, by size: jobs of these sizes do. '' without any."""
+    if not losses:
+        return ""
+    measured = [f"{expected.loss:.3f} at size {size:g}" for size, expected in losses.items()]
+    return f"; the pilots lost {', '.join(measured)}"
 
 
 def measured_loss(pilot: Pilot, law: TextLaw) -> Expected:
