@@ -20,11 +20,11 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
 .PHONY: demo test test-all check affected test-older-cpu test-image emulator gpu lint clean
 
-# It follows what upload-data advises: `--preset auto` for a short text. Else two processes, so that
-# what it shows is DistributedDataParallel.
+# It follows what upload-data advises, and does it itself: `--preset auto` for a short text. Else two
+# processes, so that what it shows is DistributedDataParallel.
 demo: .venv/installed
 	@advice=$$($(BIN)/sm-nanogpt upload-data $(if $(TEXT),"$(TEXT)") 2>&1 >/dev/null); status=$$?; \
-	echo "$$advice" >&2; [ $$status -eq 0 ] || exit $$status; \
+	echo "$$advice" | grep -v "^next:" >&2; [ $$status -eq 0 ] || exit $$status; \
 	case "$$advice" in \
 	*"--preset auto"*) options="--preset auto" ;; \
 	*) options="--preset cpu --processes-per-instance 2" ;; \
