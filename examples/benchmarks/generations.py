@@ -3,6 +3,7 @@
 Examples:
   python examples/benchmarks/generations.py --text input.txt
   python examples/benchmarks/generations.py --text input.txt --preset laptop --grid --rounds 5
+  python examples/benchmarks/generations.py --text input.txt --sizes 1 1.25 1.5 --rounds 1
 
 Each round has a seed of its own. It trains two generations; the first of them is also the row "one
 run". It then trains a single run of 2.25 times the steps. With --size, the longer run has the
@@ -10,6 +11,9 @@ learning rate and the weight decay that the dial has for its steps; with --prese
 the preset. --grid trains twelve single runs in place of the longer one: three widths, two weight
 decays, and two dropouts, each with as many steps as take the same computation. The loss is the best
 val_loss of a run. Each run has one thread; as many run at once as there are cores, eight at most.
+
+--sizes trains two generations of each size in place of all that: the runs behind the choices of
+`--preset auto`. With --ours='--validation FILE', all of the text is to train on.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import itertools
 import math
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
@@ -67,17 +72,79 @@ def grid(base: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
-    tokens = int(0.9 * len(args.text.read_text(encoding="utf-8")))
+    if args.sizes:
+        return compare_sizes(args, scratch)
+    tokens = training_tokens(args)
     size = None if args.preset else args.size
     if args.preset:
         base = dict(PRESETS[args.preset])
     else:
         base = hyperparameters_for_size(args.size, tokens)
-    if args.quick:
-        base = SHAPES["smoke"] | dict(max_steps=6, eval_tokens=128, weight_decay=0.1)
-    base |= {"sample_length": 0, **args.ours}
+    base = base_values(args, base)
     singles = grid(base) if args.grid else {"2.25 times the steps": longer(base, size, tokens)}
     sides = {"two generations": {**base, "generations": 2}, **singles}
+
+    losses: dict[str, list[float]] = {"one run": []}
+    for side, curve in curves(args, scratch, sides):
+        if side == "two generations":
+            losses["one run"].append(first_generation(curve, sides[side]))
+        losses.setdefault(side, []).append(min(curve.values()))
+
+    report = Report()
+    for side, losses_of_side in losses.items():
+        report.rows.append({"": side, "loss": losses_of_side})
+    best_single = min(singles, key=lambda side: fmean(losses[side]))
+    for side in ("one run", best_single):
+        gain = measure.differences(losses["two generations"], losses[side])
+        report.findings[f"two generations minus {side}"] = measure.plus_minus(gain)
+    report.findings["seeds"] = measure.seeds(args)
+    return report
+
+
+def compare_sizes(args: Namespace, scratch: Path) -> Report:
+    """One run and two generations of each size."""
+    tokens = training_tokens(args)
+    sides = {}
+    for size in args.sizes:
+        values = base_values(args, hyperparameters_for_size(size, tokens))
+        sides[f"size {size:g}"] = {**values, "generations": 2}
+
+    single: dict[str, list[float]] = {side: [] for side in sides}
+    double: dict[str, list[float]] = {side: [] for side in sides}
+    for side, curve in curves(args, scratch, sides):
+        single[side].append(first_generation(curve, sides[side]))
+        double[side].append(min(curve.values()))
+
+    report = Report()
+    for side, values in sides.items():
+        config = make_config(values)
+        readings = config.max_steps * config.batch_size * config.block_size / tokens
+        row: dict[str, Any] = {"": side, "readings": f"{readings:.1f}"}
+        row |= {"one run": single[side], "two generations": double[side]}
+        report.rows.append(row)
+    for name, losses in (("one run", single), ("two generations", double)):
+        best = min(sides, key=lambda side: fmean(losses[side]))
+        report.findings[f"best for {name}"] = best
+    report.findings["seeds"] = measure.seeds(args)
+    return report
+
+
+def training_tokens(args: Namespace) -> int:
+    n_characters = len(args.text.read_text(encoding="utf-8"))
+    return n_characters if "validation" in args.ours else int(0.9 * n_characters)
+
+
+def base_values(args: Namespace, values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a run, as the options of the benchmark change them."""
+    if args.quick:
+        values = SHAPES["smoke"] | dict(max_steps=6, eval_tokens=128, weight_decay=0.1)
+    return values | {"sample_length": 0, **args.ours}
+
+
+def curves(
+    args: Namespace, scratch: Path, sides: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, dict[int, float]]]:
+    """The losses of each run by step, with its side, round after round."""
 
     def trained(side: str, index: int) -> dict[int, float]:
         values = {**sides[side], "seed": args.first_seed + index}
@@ -91,35 +158,28 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         measure.note(f"seed {values['seed']}: {side}: {min(curve.values()):.4f}")
         return curve
 
-    losses: dict[str, list[float]] = {"one run": []}
     with ThreadPoolExecutor(min(8, measure.cores())) as pool:
         futures = []
         for index in range(args.rounds):
             for side in sides:
                 futures.append((side, pool.submit(trained, side, index)))
         for side, future in futures:
-            curve = future.result()
-            if side == "two generations":
-                last_of_first = make_config(base).max_steps
-                first = [loss for step, loss in curve.items() if step <= last_of_first]
-                losses["one run"].append(min(first))
-            losses.setdefault(side, []).append(min(curve.values()))
+            yield side, future.result()
 
-    report = Report()
-    for side, losses_of_side in losses.items():
-        report.rows.append({"": side, "loss": losses_of_side})
-    best_single = min(singles, key=lambda side: fmean(losses[side]))
-    for side in ("one run", best_single):
-        gain = measure.differences(losses["two generations"], losses[side])
-        report.findings[f"two generations minus {side}"] = measure.plus_minus(gain)
-    report.findings["seeds"] = measure.seeds(args)
-    return report
+
+def first_generation(curve: dict[int, float], values: dict[str, Any]) -> float:
+    """The loss of one run, which is the first generation of two."""
+    last_step = make_config(values).max_steps
+    return min(loss for step, loss in curve.items() if step <= last_step)
 
 
 if __name__ == "__main__":
     parser = measure.parser(__doc__, rounds=2, nanogpt=False)
     parser.add_argument("--size", type=float, default=2.0, metavar="N", help="(default 2)")
     parser.add_argument("--preset", choices=sorted(PRESETS), help="in place of a size")
+    parser.add_argument(
+        "--sizes", type=float, nargs="+", metavar="N", help="two generations of each of these"
+    )
     parser.add_argument("--grid", action="store_true", help="twelve single runs, not one")
     parser.add_argument("--first-seed", type=int, default=1, metavar="N", help="(default 1)")
     measure.run(parser, benchmark)

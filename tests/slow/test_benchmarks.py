@@ -90,6 +90,18 @@ def test_a_smoke_run_writes_the_same_table_and_json(name, tmp_path, text_file):
     assert result["machine"]["command"] in ran.stdout
 
 
+def test_generations_of_several_sizes_are_compared(tmp_path, text_file):
+    report = tmp_path / "report.json"
+    ran = run(
+        "benchmarks/generations",
+        *("--text", text_file, "--quick", "--sizes", "0.5", "1", "--json", report),
+    )
+    assert ran.returncode == 0, ran.stderr
+    rows = json.loads(report.read_text(encoding="utf-8"))["rows"]
+    assert [row[""] for row in rows] == ["size 0.5", "size 1"]
+    assert all(row["two generations"] and row["one run"] for row in rows)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_help_shows_a_command_that_can_be_copied(name):
     ran = run(name, "--help")
