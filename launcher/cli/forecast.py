@@ -23,6 +23,7 @@ def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> N
     """Forecast each size, and print a table. typed: the fields of a request on the command line."""
     from sm_nanogpt.launcher.forecast.forecasting import forecast
     from sm_nanogpt.launcher.job import Request
+    from sm_nanogpt.launcher.launching.start import gains_by_generations
 
     fields = {"instance": LOCAL, **typed}
     max_cost = fields.pop("max_cost", None)  # of a job on any of the known instance types
@@ -59,6 +60,8 @@ def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> N
         fields = next_request(typed, row)
         name = fields["instance"].partition(",")[0]  # the first type of several
         seconds = row.seconds.get(name)
+        if gains_by_generations(row.size, row.readings):
+            note("note: with `--set generations=2` its loss is lower still, in 2.25 times the time")
         note(f"time: {'unknown' if seconds is None else f'about {duration(seconds)}'} on {name}")
         note(f"next: {command('launch', *options(fields))}")
 

@@ -40,6 +40,7 @@ REMEDIES: dict[str, str] = {
     "no-store": "create one with `{sm} infra deploy`, or set --store or SM_NANOGPT_STORE to"
     " s3://bucket/prefix",
     "fewer-steps": "use more text, or --set max_steps={steps} to read it {n} times",
+    "one-generation": "`--set generations=1` trains one",
     "bits-over-limit": "--bits 4 writes it all the same",
     "forecast-first": "`{sm} launch --forecast --data {data}` makes a forecast in two minutes",
     "fitting-size": "use more text, or --preset auto, which fits the model to the text",

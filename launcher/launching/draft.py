@@ -132,7 +132,10 @@ class Draft:
 
     def describe_job(self) -> None:
         """Add the summary, the bytes of the page, and the loss that was forecast."""
-        summary = summary_of(self.job, self.original.hyperparameters.keys())
+        explicit = {*self.original.hyperparameters}
+        if "generations" in self.job.hyperparameters:  # the preset auto may set it
+            explicit.add("generations")
+        summary = summary_of(self.job, explicit)
         page_limit = self.original.fit
         expected = None
         if is_run_of_size(self.job, self.texts):

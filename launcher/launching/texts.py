@@ -159,17 +159,21 @@ def check_readings(request: Request, config: Any, n_tokens: int) -> None:
 
     request is the user's, which decides what to do about it. n_tokens may be characters.
     """
-    tokens_per_step = config.batch_size * config.block_size
-    readings = config.max_steps * tokens_per_step / n_tokens
+    readings = readings_of(config, n_tokens)
     is_regularized = any(getattr(config, name, 0) for name in ("weight_decay", "dropout"))
     max_readings = MAX_READINGS_IF_REGULARIZED if is_regularized else MAX_READINGS
     if readings > max_readings:
         problem = f"the run reads the text {readings:.0f} times, and will memorize it"
-        steps = max(1, READINGS * n_tokens // tokens_per_step)
+        steps = max(1, READINGS * n_tokens // (config.batch_size * config.block_size))
         logger.warning(problem, extra=remedy_for_readings(request, steps))
     if getattr(config, "generations", 1) > 1 and readings < FEW_READINGS:
         problem = f"each model reads the text {readings:.1f} times; below {FEW_READINGS}"
         logger.warning(f"{problem}, a larger model gains more than another generation")
+
+
+def readings_of(config: Any, n_tokens: int) -> float:
+    """How often a run of this config reads a text, in each of its generations."""
+    return float(config.max_steps * config.batch_size * config.block_size / n_tokens)
 
 
 def remedy_for_readings(request: Request, steps: int) -> dict[str, object]:

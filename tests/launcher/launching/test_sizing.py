@@ -120,10 +120,14 @@ def text(tokens: int, chats: bool = False) -> dict[str, Channel]:
     [
         ("local", 585, 0.25),  # the shortest text that is taken
         ("local", 2700, 0.25),  # a poem of 3 kB
+        ("local", 60_000, 1.5),  # size 1.75 reads it 15 times
         ("local", 100_000, 2.0),
+        ("local", 250_000, 2.5),
+        ("local", 300_000, 2.75),  # size 3 reads it 14 times
         ("local", 1_000_000, 3.0),
         ("ml.m5.large", 4_000_000_000, 3.0),
-        ("ml.g5.12xlarge", 1_000_000, 4.0),
+        ("ml.g5.12xlarge", 300_000, 2.75),
+        ("ml.g5.12xlarge", 1_000_000, 4.0),  # read 12.4 times
         ("ml.g5.12xlarge", 100_000_000, 10.0),
         ("ml.g5.12xlarge", 4_000_000_000, 16.0),
     ],
@@ -134,8 +138,44 @@ def test_auto_takes_the_largest_size_that_the_text_fills(instance, tokens, size)
     assert sized.preset is None
     config = sized.config(1)
     step = config.batch_size * config.block_size
-    assert config.max_steps * step <= max(20 * step, 16 * tokens + step)
+    is_measured = start.AUTO_SIZES[0] < size <= start.LARGEST_MEASURED
+    max_readings = start.AUTO_READINGS if is_measured else 16
+    assert config.max_steps * step <= max(20 * step, max_readings * tokens + step)
     assert tokens // 9 > config.block_size
+
+
+@pytest.mark.parametrize(
+    "instance, tokens, chats, generations",
+    [
+        ("local", 54_000, False, 2),
+        ("ml.g5.12xlarge", 54_000, False, 2),
+        ("local", 54_000, True, None),  # conversations were not measured
+        ("local", 4_000_000, False, None),  # it is read once
+        ("ml.g5.12xlarge", 1_000_000, False, None),  # size 4, read 12 times
+    ],
+)
+def test_auto_trains_two_generations_where_they_gain(instance, tokens, chats, generations, caplog):
+    caplog.set_level("INFO")
+    sized = start.sized(job(instance, "auto"), text(tokens, chats))
+    assert sized.hyperparameters.get("generations") == generations
+    assert ("take about 2.25 times as long as one" in caplog.text) is (generations == 2)
+    codes = {getattr(record, "code", "") for record in caplog.records}
+    assert ("one-generation" in codes) is (generations == 2)
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [({"generations": 1}, 1), ({"generations": 3}, 3), ({"max_steps": 500}, None)],
+)
+def test_auto_leaves_generations_to_the_user(values, expected):
+    sized = start.sized(job("local", "auto", **values), text(54_000))
+    assert sized.hyperparameters.get("generations") == expected
+    assert "generations" not in start.sized(job("local", size=1.5), text(54_000)).hyperparameters
+
+
+def test_auto_leaves_a_run_with_a_teacher_alone():
+    taught = job("local", "auto").replaced(teacher="/some/model")
+    assert "generations" not in start.sized(taught, text(54_000)).hyperparameters
 
 
 @pytest.mark.parametrize("instance, ranks", [("ml.g5.48xlarge", 8), ("ml.g7.12xlarge", 2)])
