@@ -120,6 +120,7 @@ def text(tokens: int, chats: bool = False) -> dict[str, Channel]:
     [
         ("local", 585, 0.25),  # the shortest text that is taken
         ("local", 2700, 0.25),  # a poem of 3 kB
+        ("local", 18_000, 1.0),  # read 15 times: size 0.75 reads it 6 times
         ("local", 60_000, 1.5),  # size 1.75 reads it 15 times
         ("local", 100_000, 2.0),
         ("local", 250_000, 2.5),
@@ -138,8 +139,7 @@ def test_auto_takes_the_largest_size_that_the_text_fills(instance, tokens, size)
     assert sized.preset is None
     config = sized.config(1)
     step = config.batch_size * config.block_size
-    is_measured = start.AUTO_SIZES[0] < size <= start.LARGEST_MEASURED
-    max_readings = start.AUTO_READINGS if is_measured else 16
+    max_readings = start.AUTO_READINGS if 1 < size <= start.LARGEST_MEASURED else 16
     assert config.max_steps * step <= max(20 * step, max_readings * tokens + step)
     assert tokens // 9 > config.block_size
 
