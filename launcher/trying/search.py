@@ -15,6 +15,7 @@ from statistics import fmean, stdev
 
 from sm_nanogpt.entry_point.cores import cores
 from sm_nanogpt.entry_point.files import read_json
+from sm_nanogpt.entry_point.metrics import duration
 from sm_nanogpt.entry_point.text import Tokenizer
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files import locks, storage
@@ -165,11 +166,14 @@ class Search:
 
     def train(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
         """Make runs, with a line of progress now and then."""
-        last_report = time.monotonic()
+        began = last_report = time.monotonic()
         for n_finished, finished in enumerate(self.trainer.train(runs), 1):
-            if time.monotonic() > last_report + PROGRESS_SECONDS:
-                last_report = time.monotonic()
-                self.report(f"{n_finished} of {len(runs)} runs")
+            now = time.monotonic()
+            n_left = len(runs) - n_finished
+            if n_left and now > last_report + PROGRESS_SECONDS:
+                last_report = now
+                time_left = duration((now - began) / n_finished * n_left)
+                self.report(f"{n_finished} of {len(runs)} runs, time left {time_left}")
             yield finished
 
     def judge_base_run(self, finished: TriedRun) -> Entry:
