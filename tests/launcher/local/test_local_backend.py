@@ -43,7 +43,7 @@ from sm_nanogpt.launcher.source import Source, keep_source
 from sm_nanogpt.launcher.text.corpus import upload_data
 from sm_nanogpt.launcher.tracking import TrackedJob
 
-START = "    device = rank_device(config, container, ranks)\n"
+START = "    config.check_world_size(ranks.world_size)\n"
 CHECKPOINTS = "hosts/algo-1/checkpoints"
 CHECKPOINT = f"{CHECKPOINTS}/checkpoint-00000010.safetensors"
 TWO = ("--processes-per-instance", "2")
