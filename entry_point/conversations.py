@@ -103,8 +103,8 @@ class Packed:
         )
         if self.n_cut:
             text += (
-                f"; {self.n_cut:,} are longer than block_size and end with the last answer that"
-                f" fits, {self.n_dropped:,} of them have none and are left out"
+                f"; {self.n_cut:,} are longer than block_size: each ends with its last answer that"
+                f" fits, and {self.n_dropped:,} without one are left out"
             )
         return text
 

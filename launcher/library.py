@@ -161,10 +161,12 @@ class Job(TrackedJob):
         *texts: str | Path,
         questions: str | Path | None = None,
         find: str | Path | None = None,
+        me: str = "",
     ) -> Evaluation:
         """What the model is worth on texts, which are as for `upload_data`, or uploads.
 
-        questions and find name the files of `--questions` and `--find`. Raises InputError if it
+        questions and find name the files of `--questions` and `--find`. me is the person whose
+        messages are the answers, in chats between people. Raises InputError if it
         cannot read them, and ServiceError if the model looks ahead.
         """
         from sm_nanogpt.launcher.judge.evaluate import evaluate
@@ -175,7 +177,7 @@ class Job(TrackedJob):
             self.id,
             self.model(),
             ", ".join(paths),
-            read_texts(paths, self.settings),
+            read_texts(paths, self.settings, me=me),
             self.settings,
             find=path_or_none(find),
             questions=path_or_none(questions),

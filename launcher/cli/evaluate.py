@@ -42,6 +42,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     "Conversations in JSON whose last message is the answer that is right.",
     type=FILE,
 )
+@valued("--me NAME", "In exported chats: the person whose messages are the answers.", default="")
 @valued("--column NAME", "Field of the text in a record (default: text).", default="text")
 @valued("--encoding NAME", "Read files that are not UTF-8 in this encoding.", default="")
 @click.option("--documents", is_flag=True, help="Print CSV, a line for each document.")
@@ -53,6 +54,7 @@ def eval_command(
     others: tuple[str, ...],
     canaries: Path | None,
     questions: Path | None,
+    me: str,
     column: str,
     encoding: str,
     documents: bool,
@@ -75,7 +77,7 @@ def eval_command(
     from sm_nanogpt.launcher.models.fetch import model_directory
 
     settings = settings_of()
-    texts = read_texts(paths, settings, encoding, column)
+    texts = read_texts(paths, settings, encoding, column, me)
     models = [model, *others]
     directories = [model_directory(name, settings, entry_point) for name in models]
     evaluations = []

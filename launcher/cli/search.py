@@ -49,7 +49,7 @@ def open_search(name: str) -> Search:
 def goes_on(*arguments: str) -> str:
     """What the line says that says `interrupted`: the command that continues."""
     again = command("try", "run", *arguments)
-    return f"`{again}` goes on with what has ended, and with a job that runs"
+    return f"`{again}` goes on: it keeps the runs that have ended, and a job that still runs"
 
 
 @click.group("try", cls=CommandGroup)
@@ -74,7 +74,9 @@ def try_group() -> None:
 def start_command(
     name: str, ceiling: float | None, smallest_gain: float, instance: str, **fields: Any
 ) -> None:
-    """Begin the search NAME: keep text for the judge, and train the base with several seeds.
+    """Begin the search NAME: train its base with several seeds.
+
+    A part of the text is kept for the judge, and no run gets it.
 
     Example:
       sm-nanogpt try start shakespeare --text input.txt
@@ -246,7 +248,7 @@ def cells_of(entry: dict[str, Any]) -> list[str]:
 @click.argument("number", type=click.IntRange(min=1))
 @SEARCH
 def show_command(number: int, group: str) -> None:
-    """Print what try NUMBER changes of the base that it was tried against.
+    """Print what try NUMBER changes of its base.
 
     Example:
       sm-nanogpt try show 7 --group shakespeare
@@ -254,7 +256,7 @@ def show_command(number: int, group: str) -> None:
     search = open_search(group)
     tries = search.ledger.of("try")
     if number > len(tries):
-        raise InputError(f"search {group} has no try {number}; its tries: {len(tries)}")
+        raise InputError(f"search {group} has no try {number}, only {len(tries)}")
     entry = tries[number - 1]
     base = search.source(entry["base"])
     changed = search.source(entry["folder"])

@@ -79,12 +79,17 @@ class Encoded:
 
 
 def read_texts(
-    paths: Sequence[str], settings: Settings, encoding: str = "", column: str = "text"
+    paths: Sequence[str],
+    settings: Settings,
+    encoding: str = "",
+    column: str = "text",
+    me: str = "",
 ) -> list[Text]:
-    """The documents that `upload_data` would take of these paths. Raises InputError."""
+    """The documents that `upload_data` would take of these paths, whose options these are. Raises
+    InputError."""
     texts = list[Text]()
     skipped = Skipped()
-    options = FileOptions(records=True, encoding=encoding, column=column)
+    options = FileOptions(records=True, encoding=encoding, column=column, me=me)
     with open_sources(paths, settings) as sources:
         for file in find_files(sources, options):
             for document in documents_in(file, skipped):

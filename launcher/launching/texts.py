@@ -76,7 +76,7 @@ def warn_of_long_conversations(upload: Upload, block_size: int) -> None:
             n_long += n_conversations
     if n_long:
         longer = f"{n_long:,} of {upload.documents:,} conversations are longer than"
-        end = "they end with the last answer that fits, or are left out"
+        end = "each ends with its last answer that fits; one without is left out"
         logger.warning(f"{longer} block_size={block_size}: {end}")
 
 

@@ -15,6 +15,7 @@ from sm_nanogpt.entry_point.files import is_text_name
 from sm_nanogpt.launcher.aws import Offline
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.files.moved import UPLOAD_NAME
 from sm_nanogpt.launcher.files.progress import Progress, byte_progress, expect
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text import corpus
@@ -69,6 +70,8 @@ def find_channel(location: str, settings: Settings) -> Channel:
     if upload is not None and upload.train_tokens:
         return channel_to_send(location, path, upload, settings)
 
+    if UPLOAD_NAME.fullmatch(path.name) and not path.exists():  # as of a job that is resumed
+        raise InputError(f"{location}: this upload was deleted; upload the text again")
     files = find_files([TextSource(path)])
     warn_of_held_out(files)
     upload, files = corpus.survey_upload(path.name, files, settings)

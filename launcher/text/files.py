@@ -269,11 +269,13 @@ class FileFinder:
 def records_need_tokens(file: File) -> InputError:
     """The error for records where a text by characters was asked for."""
     is_chat = False
-    with suppress(InputError):  # an upload with a tokenizer reports the error
+    try:
         for document in documents_in(file, Skipped()):
             is_chat = document.is_chat
             break
-    problem = f"{file.shown}: is {file.format.name}, and records are read as tokens"
+    except InputError as error:  # an upload with a tokenizer reports it
+        is_chat = error.code == "give-me"
+    problem = f"{file.shown}: is {file.format.name}, which is read as tokens"
     path = shlex.quote(file.shown)
     if is_chat:
         return InputError(problem, "chats-need-tokens", path=path)

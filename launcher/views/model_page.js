@@ -340,7 +340,8 @@ class Page {
     if (this.columns.length > 1) {
       document.body.classList.add("several");
       find("title").textContent = "Side by side";
-      find("facts").textContent = `the same prompt, continued by ${this.columns.length} models`;
+      const task = this.chats ? "the same message, answered" : "the same prompt, continued";
+      find("facts").textContent = `${task} by ${this.columns.length} models`;
       article.querySelector("header").hidden = false;
     }
     if (this.chats) {
@@ -352,6 +353,8 @@ class Page {
       find("anew").hidden = false;
       find("system").parentElement.hidden = false;
     }
+    if (this.columns.every((column) => column.header.tokenizer.unit === "characters"))
+      find("length-label").textContent = "Characters at most";
     find("write").disabled = false;
     find("prompt").focus({ preventScroll: true });
   }

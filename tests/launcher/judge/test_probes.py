@@ -100,6 +100,20 @@ def test_a_question_without_an_answer_is_refused(record, tmp_path):
         read_questions(tmp_path / "a.jsonl")
 
 
+def test_a_chat_between_people_is_judged_by_the_answers_of_one(home, tmp_path):
+    lines = [f"12/1/26, 10:{n:02} - {('Ann', 'Bob')[n % 2]}: message {n}" for n in range(20)]
+    (tmp_path / "chat.txt").write_text("\n".join(lines) + "\n")
+    paths = [str(tmp_path / "chat.txt")]
+    settings = Settings(home=home)
+    with pytest.raises(InputError, match=r"chat of Ann \(10\), Bob \(10\)"):
+        read_texts(paths, settings)
+    with pytest.raises(InputError, match="these did: Ann"):
+        read_texts(paths, settings, me="Eve")
+    texts = read_texts(paths, settings, me="Bob")
+    assert texts
+    assert all(text.is_chat for text in texts)
+
+
 def test_a_conversation_without_an_answer_is_not_judged(home, tmp_path, caplog):
     chats = [chat_of("a", "b"), chat_of("a", "c"), {"messages": []}]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))

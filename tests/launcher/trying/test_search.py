@@ -433,7 +433,7 @@ def test_a_search_that_was_killed_while_it_began_is_begun_anew(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trained, "train", killed)
-        assert "goes on with what has ended" in cli(command).err
+        assert "goes on: it keeps the runs" in cli(command).err
     assert len(opened(home).ledger.of("run")) == 1
     assert cli(command).good
     assert len(opened(home).ledger.of("run")) == search.BASE_SEEDS
