@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import cloudformation_service
 import first_day
+import pytest
 from emulator import client
 
 from sm_nanogpt.launcher.cli import run
@@ -45,6 +46,7 @@ def launch_unless_alike(day: first_day.Day, cost: float, *arguments: str, **opti
     return next(job_id for job_id, job in jobs if job["step"] == LIKE[day.number])
 
 
+@pytest.mark.timeout(1800)  # two minutes of processor time, and nine by the clock on a busy machine
 def test_every_step_passes_and_nothing_is_left(aws, text_file, tmp_path, monkeypatch):
     for name in ("STORE", "ROLE"):
         monkeypatch.delenv(f"SM_NANOGPT_{name}")
