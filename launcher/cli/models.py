@@ -6,7 +6,7 @@ import io
 import re
 import shlex
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -18,13 +18,14 @@ import click
 from sm_nanogpt.launcher.cli.options import JSON, MODEL, Command, JobParameter, settings_of, valued
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import note, print_json, print_text
-from sm_nanogpt.launcher.errors import InputError, Terminated
+from sm_nanogpt.launcher.errors import InputError, ServiceError, Terminated
 from sm_nanogpt.launcher.values import megabytes
 
 if TYPE_CHECKING:
     from sm_nanogpt.entry_point.model import GPT
     from sm_nanogpt.entry_point.text import Tokenizer
     from sm_nanogpt.launcher.models.chat import Chat, Message
+    from sm_nanogpt.launcher.models.moments import Moment
     from sm_nanogpt.launcher.settings import Settings
     from sm_nanogpt.launcher.views.play import Player
 
@@ -137,14 +138,24 @@ def open_model(
     return directory, model, tokenizer
 
 
-def player_of(model: str, settings: Settings, entry_point: Path | None) -> Player:
-    """A model to play with. Its name is that of its job, or of its directory without one."""
+def player_of(
+    model: str, settings: Settings, entry_point: Path | None, with_moments: bool
+) -> Player:
+    """A model to play with. Its name is that of its job, or of its directory without one.
+
+    with_moments: the page shows how the model has learned, unless that cannot be read.
+    """
     from sm_nanogpt.launcher.models.moments import read_moments
     from sm_nanogpt.launcher.views.model_card import card_for, job_behind
     from sm_nanogpt.launcher.views.play import Player
 
     directory, loaded, tokenizer = open_model(model, settings, entry_point)
-    moments = read_moments(directory, loaded)
+    moments: Sequence[Moment] = ()
+    if with_moments:
+        try:
+            moments = read_moments(directory, loaded)
+        except ServiceError as error:
+            note(f"warning: the page does not show how the model learned: {error}")
     job = job_behind(model, directory, settings)
     card = card_for(directory, job)
     if job is None:
@@ -235,7 +246,8 @@ def play_command(
     settings = settings_of()
     listener = play.listen(port or 0)
     models = [model] if other is None else [model, other]
-    players = [player_of(name, settings, entry_point) for name in models]
+    is_alone = len(models) == 1  # two models side by side have no slider
+    players = [player_of(name, settings, entry_point, is_alone) for name in models]
     if len({player.name for player in players}) < len(players):  # two jobs of one name
         players = [replace(player, name=player.job_id or player.name) for player in players]
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -86,7 +86,7 @@ REMEDIES: dict[str, str] = {
     "chats-need-tokens": "`{sm} upload-data {path} --tokenizer JOB-ID` encodes these conversations"
     " for the model of that job, and `--tokenizer bpe` for a new one",
     "chats-as-tokens": "add --tokenizer bpe, or --tokenizer JOB-ID for the model of a job",
-    "give-me": "--me NAME says whose messages the model learns to write",
+    "give-me": "--me NAME says whose messages are the answers",
     "needs-bpe": "train a base on `{sm} upload-data TEXT --tokenizer bpe`",
     "take-plain": "`--include {glob}` takes such files as plain text",
     "name-column": "`--tokenizer bpe --column NAME` reads a column of it",

@@ -256,7 +256,7 @@ def show_command(number: int, group: str) -> None:
     search = open_search(group)
     tries = search.ledger.of("try")
     if number > len(tries):
-        raise InputError(f"search {group} has no try {number}, only {len(tries)}")
+        raise InputError(f"search {group} has no try {number}; it has {len(tries)}")
     entry = tries[number - 1]
     base = search.source(entry["base"])
     changed = search.source(entry["folder"])

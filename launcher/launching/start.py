@@ -167,7 +167,8 @@ def sized(request: Request, texts: Texts) -> Request:
         logger.info("learning_rate, weight_decay: the size's are for muon, and left out")
     of_size = with_size(request, size, texts)
     length_is_chosen = {"max_steps", "generations"} & request.hyperparameters.keys()
-    if request.size is not None or length_is_chosen or request.teacher is not None:
+    is_measured = has_tuned_rates(request) and not length_is_chosen and request.teacher is None
+    if request.size is not None or not is_measured:
         return of_size
     return with_generations(of_size, size, texts)
 

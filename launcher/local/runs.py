@@ -189,7 +189,7 @@ def start(run: Run, code: Path, directory: Path, gpu: str | None, log: BinaryIO)
     code has the training folder; the run writes into `directory`.
     """
     open_standard_streams()
-    values = {**run.values, **SILENT, "data": run.text, "out": directory}
+    values = {**SILENT, **run.values, "data": run.text, "out": directory}
     options = [f"--{name}={value}" for name, value in values.items()]
     command = [sys.executable, str(code / "train.py"), *options]
     variables = {"OMP_NUM_THREADS": str(run.threads), "SM_NANOGPT_LAUNCHER": "sm-nanogpt"}

@@ -71,7 +71,9 @@ def find_channel(location: str, settings: Settings) -> Channel:
         return channel_to_send(location, path, upload, settings)
 
     if UPLOAD_NAME.fullmatch(path.name) and not path.exists():  # as of a job that is resumed
-        raise InputError(f"{location}: this upload was deleted; upload the text again")
+        raise InputError(
+            f"{location}: this upload is not there; was it deleted? Upload the text again"
+        )
     files = find_files([TextSource(path)])
     warn_of_held_out(files)
     upload, files = corpus.survey_upload(path.name, files, settings)

@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import lru_cache
 from html import unescape
 from pathlib import Path
 from typing import IO, Any
@@ -263,6 +264,15 @@ def name_in(profile: Any) -> str:
 
 def slack_people(path: Path) -> dict[str, str]:
     """The names of people by their ids, from a users.json; empty if it is none, or not there."""
+    try:
+        return people_of_version(path, path.stat().st_mtime_ns)
+    except OSError:
+        return {}
+
+
+@lru_cache(maxsize=8)  # the files of all days ask for it
+def people_of_version(path: Path, mtime_ns: int) -> dict[str, str]:
+    """As slack_people; mtime_ns is when the file was last changed."""
     try:
         people = json.loads(path.read_bytes())
         names = {user["id"]: name_in(user.get("profile")) for user in people}

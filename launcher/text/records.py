@@ -173,7 +173,9 @@ def json_problem(error: ValueError | RecursionError) -> str:
     """Why Python did not read some JSON, and where."""
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON at line {error.lineno} column {error.colno} ({error.msg})"
-    return f"not JSON that can be read: {error}"  # it nests too deeply, or has a vast number
+    if isinstance(error, RecursionError):
+        return "not JSON that can be read: it nests too deeply"
+    return "not JSON that can be read: a number has too many digits"
 
 
 # -- exports in zip archives -----------------------------------------------------------------------

@@ -21,7 +21,7 @@ from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files import locks, storage
 from sm_nanogpt.launcher.files.ledger import Entry
 from sm_nanogpt.launcher.groups.ledger import OverCeiling
-from sm_nanogpt.launcher.local.runs import Run, run_all
+from sm_nanogpt.launcher.local.runs import SILENT, Run, run_all
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import Source, keep_source
 from sm_nanogpt.launcher.text.corpus import digest_of
@@ -296,7 +296,7 @@ class Search:
         self.budget.check_sizes({"tokens": tokens})
         small_run = Run(
             source,
-            {**hyperparameters, **SMALL_RUN},
+            {**hyperparameters, **SILENT, **SMALL_RUN},
             self.text,
             cores(),
             limit=limit,

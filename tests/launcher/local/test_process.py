@@ -14,8 +14,10 @@ import launching
 import pytest
 import runs
 
+from sm_nanogpt.launcher.local import runs as local_runs
 from sm_nanogpt.launcher.local.gpus import visible_gpus
 from sm_nanogpt.launcher.local.process import how_it_ended, python_command
+from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.trying.local import LocalRuns
 
 STREAMS = {"stdin": "0<&-", "stdout": "1>&-", "stderr": "2>&-"}
@@ -36,6 +38,18 @@ print("lost", file=sys.stderr, flush=True)
 def with_closed(command, names):
     """The command, started by a shell that closes these of its streams."""
     return ["sh", "-c", f'exec "$@" {" ".join(STREAMS[name] for name in names)}', "sh", *command]
+
+
+def test_a_run_may_ask_for_more_than_its_model(tmp_path, monkeypatch):
+    """As the first steps of a size, which are timed one by one."""
+    commands = []
+    monkeypatch.setattr(local_runs, "Program", lambda command, **_: commands.append(command))
+    run = local_runs.Run(Source.packaged(), {"log_interval": 1}, tmp_path / "text")
+    with (tmp_path / "log").open("wb") as log:
+        local_runs.start(run, tmp_path, tmp_path, None, log)
+    [command] = commands
+    assert "--log_interval=1" in command
+    assert "--moments=0" in command
 
 
 def test_a_module_of_the_current_directory_is_not_imported(tmp_path):

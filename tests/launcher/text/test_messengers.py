@@ -295,7 +295,9 @@ def test_ids_of_slack_stay_without_a_users_json(tmp_path):
 def test_without_a_name_those_in_the_chat_are_listed(cli, tmp_path):
     (tmp_path / "chat.txt").write_text(ANDROID * 9)
     ran = cli("upload-data", "chat.txt", "--tokenizer", "bpe")
-    assert ran.failed(2, "is a chat of Bob (27), Ann (18)", "--me NAME says whose")
+    assert ran.failed(
+        2, "is a chat of Bob (27), Ann (18)", "--me NAME says whose messages are the answers"
+    )
 
 
 def test_a_name_that_nobody_has_is_refused_with_those_there(cli, tmp_path):

@@ -134,7 +134,7 @@ def test_places_are_lines_or_counts_of_items(name, first, second):
         ("a.jsonl", b'{\n"text": "a"\n}\n' * 2, (":1: ", "on one line, ", "`jq -c . FILE`")),
         ("a.json", b'[{"text": "a"}\n {"text": "b"}]', ("not JSON at line 2 ",)),
         ("a.json", b"[" * 100_000, ("not JSON that can be read: ",)),
-        ("a.json", b"[%s]" % (b"9" * 5_000), ("not JSON that can be read: ", "4300 digits")),
+        ("a.json", b"[%s]" % (b"9" * 5_000), ("not JSON that can be read: ", "too many digits")),
         ("a.json", b"[1]", ("item 1", "no JSON object")),
         ("a.csv", b"id,body\n1,a\n", (":1: ", "`text`", "fields of text: `id`, `body`")),
         ("a.csv", b"text,text\na,b\n", ("two columns", "`text`")),

@@ -303,5 +303,5 @@ def test_a_part_is_looked_for_in_each_store(tmp_path, s3, monkeypatch):
 def test_an_upload_that_was_deleted_has_to_be_made_again(home):
     """A job that is resumed still names it."""
     location = (home / "store/data/notes-0123456789ab").as_uri()
-    with pytest.raises(InputError, match="this upload was deleted; upload the text again"):
+    with pytest.raises(InputError, match="this upload is not there; was it deleted"):
         find_channel(location, launching.settings_of(home))

@@ -542,3 +542,11 @@ def test_refusals_are_entries(started, home, tmp_path, monkeypatch):
     assert ran.code == 4
     assert json.loads(ran.out)["why"] == "not causal"
     assert opened(home).ledger.of("try")[0]["verdict"] == "refused"
+
+
+def test_a_search_by_auto_trains_one_generation(cli, home, text_file, monkeypatch):
+    """Two would make each of its runs take more than twice as long."""
+    monkeypatch.setattr(Search, "base", lambda self: {"loss": 2.0, "sd": 0.01, "pairs": 8})
+    assert cli("try", "start", "plays", "--text", text_file, "--preset", "auto").good
+    [start] = SearchLedger(home / "tries/plays").of("start")
+    assert start["hyperparameters"]["generations"] == 1

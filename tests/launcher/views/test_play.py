@@ -248,13 +248,13 @@ def test_a_job_is_played_by_its_name_and_settings(job):
     (job.directory / "job.json").write_text(json.dumps(record))
     directory = fetch_model(job.job_id)
     for model in (job.job_id, str(directory)):
-        player = player_of(model, Settings(home=job.home), None)
+        player = player_of(model, Settings(home=job.home), None, True)
         assert player.name == "mine"
         assert player.job_id == job.job_id
         assert player.title == f"mine (…{job.job_id[-6:]})"
         assert player.card["job"] == job.job_id
     shutil.copytree(directory, "elsewhere")
-    player = player_of("./elsewhere", Settings(home=job.home), None)
+    player = player_of("./elsewhere", Settings(home=job.home), None, True)
     assert player.title == player.name == "./elsewhere"
     assert "n_embd=32" in player.card["settings"]
 
