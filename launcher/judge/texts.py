@@ -97,8 +97,7 @@ def read_texts(
                 if any(pieces):
                     texts.append(Text(document.position, pieces, document.is_chat))
         skipped.check(sum(text.is_chat for text in texts))
-    if me and not skipped.talks.authors:
-        raise InputError("is for chats between people, and here is none", field="me", value=me)
+        skipped.talks.check_name(me)
     if not texts:
         raise InputError(f"{', '.join(paths)}: no text is there")
     return texts

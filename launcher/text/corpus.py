@@ -18,7 +18,7 @@ from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
 from sm_nanogpt.launcher.files.scratch import TEMPORARY_FILES, remove_leftovers
 from sm_nanogpt.launcher.sagemaker.caller import owner_of_upload
 from sm_nanogpt.launcher.settings import Settings, load_settings
-from sm_nanogpt.launcher.text.documents import Survey, digest_of, survey_documents, survey_text
+from sm_nanogpt.launcher.text.documents import digest_of, survey_documents, survey_text
 from sm_nanogpt.launcher.text.files import FileOptions, find_files, warn_of_held_out
 from sm_nanogpt.launcher.text.reading import File
 from sm_nanogpt.launcher.text.repeats import share_within, warn_of_repeats
@@ -170,7 +170,7 @@ def send_tokens(
 
     survey = survey_documents(files)
     survey.check(name)
-    check_me(files, survey)
+    survey.skipped.talks.check_name(files[0].me)
     vocab_size = vocab_size or fitting_size(survey.characters)
     recipe = f"bpe {vocab_size}"
     tokenizer = None
@@ -203,13 +203,6 @@ def send_tokens(
             **encoded,
         )
         return send(upload, shards, settings, progress)
-
-
-def check_me(files: Sequence[File], survey: Survey) -> None:
-    """Raise InputError if a name was given, and no file is a chat between people."""
-    me = files[0].me
-    if me and not survey.skipped.talks.authors:
-        raise InputError("is for chats between people, and here is none", field="me", value=me)
 
 
 def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Progress) -> Upload:

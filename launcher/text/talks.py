@@ -78,6 +78,11 @@ class Talks:
         if self.left_out:
             logger.warning(f"left out of chats: {list_counts(self.left_out)}")
 
+    def check_name(self, me: str) -> None:
+        """Raise InputError if a name was given, and no talk is between people."""
+        if me and not self.authors:
+            raise InputError("is for chats between people, and here is none", field="me", value=me)
+
     def turns_of(self, talk: Talk, position: str, me: str) -> Iterator[list[str]]:
         """Yield the turns of each conversation of a talk, in which the model learns those of `me`.
 
