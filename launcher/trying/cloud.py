@@ -31,7 +31,6 @@ from sm_nanogpt.launcher.instances import count_gpus
 from sm_nanogpt.launcher.job import DEFAULT_RUN_SECONDS, SEARCH_VARIABLE, Request
 from sm_nanogpt.launcher.launching import launch
 from sm_nanogpt.launcher.local import confine, syscalls
-from sm_nanogpt.launcher.local.runs import SILENT
 from sm_nanogpt.launcher.models import fetch
 from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
 from sm_nanogpt.launcher.sagemaker.cost import OVERHEAD_SECONDS, usd
@@ -326,7 +325,7 @@ class SageMakerRuns(GroupRun):
         largest_model = int(MAX_SIZE * self.measured["bytes"]) if self.measured else LARGEST_MODEL
         plan = {
             "runs": [[folder_name(run.source), run.seed] for run in runs],
-            "values": {**self.search.start["hyperparameters"], **SILENT},
+            "values": self.search.hyperparameters,
             "seconds": seconds - SETUP_SECONDS - self.upload_seconds(len(runs)),
             "limit": min(seconds, self.search.budget.limit),
             "largest_model": largest_model,

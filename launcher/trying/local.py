@@ -11,7 +11,7 @@ from sm_nanogpt.entry_point.cores import cores
 from sm_nanogpt.launcher.files.ledger import Entry
 from sm_nanogpt.launcher.local.confine import warn_of_unprotected
 from sm_nanogpt.launcher.local.gpus import visible_gpus
-from sm_nanogpt.launcher.local.runs import SILENT, Run, run_all
+from sm_nanogpt.launcher.local.runs import Run, run_all
 from sm_nanogpt.launcher.trying.runs import SeededRun, TriedRun
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class LocalRuns:
         limit = self.search.budget.limit
         local_runs = []
         for run in runs:
-            values = {**self.search.start["hyperparameters"], **SILENT, "seed": run.seed}
+            values = {**self.search.hyperparameters, "seed": run.seed}
             local_run = Run(run.source, values, self.search.text, limit=limit, is_isolated=True)
             local_runs.append(local_run)
         # A model that is judged sees the judge's text, and must not signal it to a run: this could

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from sm_nanogpt.entry_point.cores import cores
 from sm_nanogpt.entry_point.files import read_json
@@ -120,6 +121,11 @@ class Search:
     def first(self) -> Source:
         """The folder that the search began with."""
         return self.source(self.start["folder"])
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """Those of each run but its seed: it keeps nothing but its model."""
+        return {**self.start["hyperparameters"], **SILENT}
 
     def verify(self) -> None:
         """Raise ServiceError if a folder that was tried, or the text of the runs, was changed."""
@@ -291,12 +297,12 @@ class Search:
     def check(self, source: Source) -> None:
         """Raise Refused for what two small steps on this machine show. They cost nothing."""
         check_code(source, self.first, self.judge.content)
-        hyperparameters, limit = self.start["hyperparameters"], 10 * self.budget.limit
-        tokens = planned_tokens(source, hyperparameters, self.text, limit)
+        limit = 10 * self.budget.limit
+        tokens = planned_tokens(source, self.hyperparameters, self.text, limit)
         self.budget.check_sizes({"tokens": tokens})
         small_run = Run(
             source,
-            {**hyperparameters, **SILENT, **SMALL_RUN},
+            {**self.hyperparameters, **SMALL_RUN},
             self.text,
             cores(),
             limit=limit,
