@@ -38,7 +38,7 @@ class Checkpoints:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.curve = directory / "metrics-00000000.jsonl"  # until begin_curve
-        # Of the two checkpoints that are kept, written or loaded by this process.
+        # The steps of the checkpoints, two at most, that this process wrote or loaded, and keeps.
         self.last_steps: list[int] = []
         self.saved_at = time.monotonic()  # when the newest was begun, or the curve
         self.cost = 0.0  # seconds to write the newest

@@ -78,8 +78,10 @@ def up_to_lowest(losses: Mapping[float, Expected]) -> dict[float, Expected]:
 
 
 def problem_of_validation(pilots: Mapping[float, Pilot]) -> str:
-    """In what the validation text is unlike the training text, by the smallest of these pilots; ''
-    if it is not."""
+    """How the validation text differs from the training text, by the smallest of these pilots.
+
+    '' if the two are of one kind.
+    """
     pilot = pilots[min(pilots)]
     if pilot.train_loss is None or pilot.loss <= OTHER_KIND * pilot.train_loss:
         return ""

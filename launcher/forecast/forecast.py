@@ -272,9 +272,9 @@ class Forecaster:
         best = best_size(rows) or TABLE_SIZES[0]
         overfits = len(shown) < len(losses)
         lines = notes(rows, best, overfits, len(candidates), instances, local.busy)
-        unlike = problem_of_validation(whole_pilots)
-        if unlike:
-            lines.append(unlike)
+        validation_problem = problem_of_validation(whole_pilots)
+        if validation_problem:
+            lines.append(validation_problem)
         twice_text = None
         twice_compute = None
         if not problem:
