@@ -50,6 +50,8 @@ def hyperparameters_for_size(
     )
     trained = steps * batch * context
     readings = trained / tokens
+    # One for each reading shows where a model begins to memorize, and that one before it is kept.
+    evaluations = min(10, max(1, round(trained / 1e6), round(readings)))
     return {
         "n_layer": layers,
         "n_head": heads,
@@ -62,7 +64,7 @@ def hyperparameters_for_size(
         # Small models lose by it, even after many readings.
         "dropout": round(0.2 * clip((size - 4) / 2) * clip((readings - 8) / 8), 2),
         "short_windows": 0.0 if chats else 0.5,
-        "eval_interval": max(1, round(steps / min(10, max(1, round(trained / 1e6))))),
+        "eval_interval": math.ceil(steps / evaluations),
         "eval_tokens": 1 << 17,
     }
 

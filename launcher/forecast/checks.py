@@ -63,6 +63,14 @@ def problem_of(law: TextLaw, is_packaged: bool) -> str:
     return ""
 
 
+def describe_losses(losses: Mapping[float, Expected]) -> str:
+    """What the pilots lost on the whole text, by size: jobs of these sizes do. '' without any."""
+    if not losses:
+        return ""
+    measured = [f"{expected.loss:.3f} at size {size:g}" for size, expected in losses.items()]
+    return f"; the pilots lost {', '.join(measured)}"
+
+
 def has_lowest(losses: Mapping[float, Expected]) -> bool:
     """True if the losses, by size, fall to the lowest one and rise from it, as of an overfit."""
     by_size = [losses[size].loss for size in sorted(losses)]

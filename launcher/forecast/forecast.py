@@ -18,13 +18,21 @@ from sm_nanogpt.launcher.forecast.checks import (
     AS_GOOD,
     best_size,
     check_text,
+    describe_losses,
     has_lowest,
     problem_of,
     problem_of_validation,
     up_to_lowest,
 )
 from sm_nanogpt.launcher.forecast.law import MeasuredRun, TextLaw, shared
-from sm_nanogpt.launcher.forecast.pilots import SMALLEST, WRITTEN, Trial, pilots_of, run_trials
+from sm_nanogpt.launcher.forecast.pilots import (
+    SMALLEST,
+    WRITTEN,
+    Trial,
+    pilots_of,
+    run_trials,
+    trials_of,
+)
 from sm_nanogpt.launcher.forecast.times import InstanceType, LocalTimes, steps_to_time
 from sm_nanogpt.launcher.job import Expected, TrainingJob
 from sm_nanogpt.launcher.launching.forecasts import Change, Forecast, ForecastLedger, Pilot, Row
@@ -303,8 +311,7 @@ class Forecaster:
     def pilots(self) -> list[SizedPilot]:
         """The pilots of this text, after those that the ledger lacks have run."""
         parts = pilots_of(self.tokens)
-        trials = [Trial(f"size {size:g} on {n:,}", self.values(size, n), n) for size, n in parts]
-        pilots = self.run_pilots(trials, at_once=cores())
+        pilots = self.run_pilots(trials_of(parts, self.values), at_once=cores())
         return [SizedPilot(*part, pilot) for part, pilot in zip(parts, pilots, strict=True)]
 
     def losses(
@@ -402,14 +409,6 @@ def expected(loss: float, deviation: float, measured: bool = False) -> Expected:
     low = loss * math.exp(-Z * deviation)
     high = loss * math.exp(Z * deviation)
     return Expected(loss=loss, low=low, high=high, measured=measured)
-
-
-def describe_losses(losses: Mapping[float, Expected]) -> str:
-    """What the pilots lost on the whole text, by size: jobs of these sizes do. '' without any."""
-    if not losses:
-        return ""
-    measured = [f"{expected.loss:.3f} at size {size:g}" for size, expected in losses.items()]
-    return f"; the pilots lost {', '.join(measured)}"
 
 
 def measured_loss(pilot: Pilot, law: TextLaw) -> Expected:

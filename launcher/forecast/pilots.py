@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -48,6 +48,24 @@ class Trial:
     hyperparameters: Mapping[str, Any]
     unique: int  # tokens of its text, which is a sample of the whole
     threads: int = 1
+
+
+def trials_of(
+    parts: Sequence[tuple[float, int]], values_of: Callable[[float, int], dict[str, Any]]
+) -> list[Trial]:
+    """The trials of pilots, by the size of each and the tokens that it may read.
+
+    values_of: hyperparameters by both. A pilot on the most tokens is evaluated as often as a job,
+    which keeps its best model. The others are evaluated at their end: that is what the law is of.
+    """
+    most_tokens = max(n_tokens for _, n_tokens in parts)
+    trials = []
+    for size, n_tokens in parts:
+        values = values_of(size, n_tokens)
+        if n_tokens < most_tokens:
+            values["eval_interval"] = values["max_steps"]
+        trials.append(Trial(f"size {size:g} on {n_tokens:,}", values, n_tokens))
+    return trials
 
 
 def run_trials(

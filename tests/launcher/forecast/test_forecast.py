@@ -30,7 +30,7 @@ from sm_nanogpt.launcher.forecast import pilots as pilots_module
 from sm_nanogpt.launcher.forecast.checks import best_size, has_lowest, problem_of, up_to_lowest
 from sm_nanogpt.launcher.forecast.forecast import Forecaster
 from sm_nanogpt.launcher.forecast.law import Law, MeasuredRun, shared
-from sm_nanogpt.launcher.forecast.pilots import Trial, pilots_of
+from sm_nanogpt.launcher.forecast.pilots import Trial, pilots_of, trials_of
 from sm_nanogpt.launcher.forecast.times import InstanceType
 from sm_nanogpt.launcher.job import Expected
 from sm_nanogpt.launcher.launching import forecasts, start
@@ -388,6 +388,13 @@ def test_the_rows_of_pilots_on_the_whole_text_are_measured(forecaster):
             assert row.expected.loss == pilots[name].loss
             assert str(row.expected) == f"{row.expected.loss:.3f}, measured by a pilot"
     assert sum(row.expected.measured for row in table.rows) == len(pilots_module.PILOT_SIZES)
+
+
+def test_pilots_on_the_whole_text_are_evaluated_as_jobs(forecaster):
+    parts = [(1.0, 54_000), (1.0, 27_000)]
+    whole, half = trials_of(parts, forecaster.values)
+    assert whole.hyperparameters == forecaster.values(1.0, 54_000)
+    assert half.hyperparameters["eval_interval"] == half.hyperparameters["max_steps"]
 
 
 def test_a_text_with_nothing_left_to_learn_is_not_forecast():

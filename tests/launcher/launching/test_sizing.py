@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 from unittest.mock import Mock
 
@@ -222,6 +223,12 @@ def test_the_dial_meets_the_presets_for_gpus(preset, size, tokens):
         assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=0.1)
     trained = [c.max_steps * c.batch_size * c.block_size for c in (ours, theirs)]
     assert trained[0] == pytest.approx(trained[1], rel=0.1)
+
+
+def test_each_reading_of_a_text_is_followed_by_an_evaluation():
+    for size, tokens, evaluations in [(1.25, 54_000, 8), (1, 18_000, 10), (1, 10**6, 1)]:
+        config = Config(**hyperparameters_for_size(size, tokens))
+        assert math.ceil(config.max_steps / config.eval_interval) == evaluations
 
 
 def test_a_text_shorter_than_a_window_is_refused():
