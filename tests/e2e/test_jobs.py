@@ -110,7 +110,8 @@ def ranks(cluster: Cluster) -> list[list[list[str]]]:
 def launch_long(aws, cli, text_file, tmp_path):
     """Launches the job of an edited model, with some words more; returns its id."""
     script = launching.edited(tmp_path / "train", ALL_CHECKPOINTS, *EDITS["activation"])
-    fixed = ("--data", str(text_file), "--entry-point", str(script), *sets(**LONG))
+    a_day = ("--max-run", "86400")  # which a busy machine does not reach
+    fixed = ("--data", str(text_file), "--entry-point", str(script), *a_day, *sets(**LONG))
 
     def launch(*arguments: str) -> str:
         return cli("launch", *INSTANCE, *fixed, *arguments).good.out.strip()
