@@ -390,8 +390,8 @@ def cost_note(plan: Plan[TrackedJob]) -> str:
 def follow_job(job_id: str, settings: Settings, stops: bool, costs: str) -> None:
     """Print a job's log to stderr until it ends.
 
-    Ctrl-C, or a closed stderr, stops the job if `stops`, else only the printing. costs is that of
-    `cost_of`.
+    Ctrl-C, or a closed stderr, stops the job if `stops`, else only the printing. costs is what
+    `cost_note` says of it.
     """
     from sm_nanogpt.launcher.tracking import TrackedJob
 
