@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import IO
 
+from sm_nanogpt.launcher.text.archives import read_zip
 from sm_nanogpt.launcher.text.messengers import WHATSAPP_START, read_whatsapp
 from sm_nanogpt.launcher.text.plain import (
     converter,
@@ -23,7 +24,6 @@ from sm_nanogpt.launcher.text.records import (
     read_json_lines,
     read_parquet,
     read_table,
-    read_zip,
 )
 from sm_nanogpt.launcher.text.unpacking import Compression, compression_of, without_compression
 

@@ -5,12 +5,8 @@ ChatGPT, Claude, Telegram, Discord (by DiscordChatExporter) and Slack export JSO
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import shlex
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import lru_cache
@@ -21,12 +17,28 @@ from typing import IO, Any
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.text.encodings import read_text
 from sm_nanogpt.launcher.text.talks import Talk
-from sm_nanogpt.launcher.text.unpacking import CHUNK, Unpacking
+from sm_nanogpt.launcher.text.unpacking import CHUNK
 
 ASSISTANT = "assistant"
-SLACK_FIELDS = ("members", "profile", "service_id", "is_archived")  # of its files without messages
+SLACK_FIELDS = (  # of its files without messages: lists of people, channels, and shared files
+    "members",
+    "profile",
+    "service_id",
+    "is_archived",
+    "filetype",
+)
 SLACK_PEOPLE = "../users.json"  # beside the folders of the channels
 SLACK_SIGN = re.compile(r"<([@#!]?)([^<>|]*)(?:\|([^<>]*))?>")
+DISCORD_MEDIA = {"attachments": "attached file", "stickers": "sticker"}  # lists of a message
+TELEGRAM_MEDIA = {  # what a field of a message means
+    "photo": "photo",
+    "file": "file",
+    "poll": "poll",
+    "location_information": "location",
+    "contact_information": "contact",
+    "game_title": "game",
+    "todo_list": "to-do list",
+}
 WHATSAPP_LINE = re.compile(
     r"\u200e?\[?(?P<date>\d{1,4}[./-]\d{1,2}[./-]\d{1,4}),? "
     r"(?P<hour>\d{1,2})[:.](?P<minute>\d\d)(?:[:.](?P<second>\d\d))?"
@@ -34,13 +46,18 @@ WHATSAPP_LINE = re.compile(
     re.DOTALL,
 )
 WHATSAPP_START = (  # of a file, in bytes, as formats.py knows formats
-    rb"(\xef\xbb\xbf)?(\xe2\x80\x8e)?\[?\d{1,4}[./-]\d{1,2}[./-]\d{1,4}, \d{1,2}[:.]\d\d([:.]\d\d)?"
+    rb"(\xef\xbb\xbf)?(\xe2\x80\x8e)?\[?(\d{1,4}[./-]\d{1,2}[./-]\d{1,4},|\d\d/\d\d/\d{4})"
+    rb" \d{1,2}[:.]\d\d([:.]\d\d)?"
     rb"(( |\xc2\xa0|\xe2\x80\xaf)?[AaPp]\.?( |\xc2\xa0)?[Mm]\.?)?(\]| -) "
 )
-WHATSAPP_MEDIA = re.compile(
-    r"<[^<>]+>|.*\((file attached|datei angehängt|fichier joint|archivo adjunto|file allegato)\)"
-    r"|null",
-    re.IGNORECASE | re.DOTALL,
+WHATSAPP_FILE = re.compile(  # a photo, a recording, or a file, beside which a caption may stand
+    r"\A<[^<>\n]+>(\n|\Z)"
+    r"|\A[^\n]+ \((file attached|datei angehängt|fichier joint|archivo adjunto|arquivo anexado"
+    r"|file allegato)\)(\n|\Z)"
+    r"|\u200e<[^<>:]+: [^<>]+>"
+    r"|\u200e\w+( \w+)? (omitted|weggelassen|omitid[ao]|omess[oa]|absente?)\Z"
+    r"|\Anull\Z",
+    re.IGNORECASE,
 )
 WHATSAPP_EDITED = re.compile(r"\s*\u200e?<[^<>]*(edited|bearbeitet|modifié|editado)[^<>]*>\s*$")
 WHATSAPP_DELETED = re.compile(
@@ -48,7 +65,6 @@ WHATSAPP_DELETED = re.compile(
     r"|diese nachricht wurde gelöscht|du hast diese nachricht gelöscht)\.?",
     re.IGNORECASE,
 )
-EXPORTS_IN_ZIP = ("conversations.json", "result.json")  # besides the chat of WhatsApp
 
 
 # -- JSON ------------------------------------------------------------------------------------------
@@ -92,8 +108,12 @@ def read_chatgpt(conversations: list[Any]) -> Iterator[Talk]:
     for conversation in conversations:
         talk = Talk(answers=ASSISTANT)
         mapping = conversation.get("mapping") if isinstance(conversation, dict) else None
-        for node in branch_of(mapping or {}, conversation.get("current_node")):
+        branch = branch_of(mapping or {}, conversation.get("current_node"))
+        for node in branch:
             add_chatgpt_message(talk, node.get("message") or {})
+        n_others = len(mapping or {}) - len(branch)
+        if n_others:
+            talk.left_out["message of another branch"] += n_others
         yield talk
 
 
@@ -141,6 +161,8 @@ def read_claude(conversations: list[Any]) -> Iterator[Talk]:
             text = "\n".join(texts) or message.get("text") or ""
             author = ASSISTANT if message.get("sender") == ASSISTANT else "user"
             talk.add(author, text)
+            other_parts = [part for part in content if "text" not in part]
+            talk.left_out.update(part["type"].replace("_", " ") for part in other_parts)
             for field in ("attachments", "files"):
                 talk.left_out["attached file"] += len(message.get(field) or [])
         talk.left_out = +talk.left_out  # without those that are 0
@@ -174,13 +196,24 @@ def read_telegram(value: dict[str, Any]) -> Iterator[Talk]:
                 talk.left_out["note of the service"] += 1
             elif "forwarded_from" in message:
                 talk.left_out["forwarded message"] += 1
-            elif not text.strip():
-                kind = "photo" if "photo" in message else message.get("media_type", "file")
-                talk.left_out[kind.replace("_", " ")] += 1
             else:
-                author = message.get("from") or message.get("from_id") or "deleted account"
-                talk.add(author, text, seconds_of(message))
+                media = telegram_media(message)
+                if media:
+                    talk.left_out[media] += 1
+                if text.strip() or not media:
+                    author = message.get("from") or message.get("from_id") or "deleted account"
+                    talk.add(author, text, seconds_of(message))
         yield talk
+
+
+def telegram_media(message: dict[str, Any]) -> str:
+    """What a message holds beside its text, such as `voice message`; or ''."""
+    if "media_type" in message:
+        return str(message["media_type"]).replace("_", " ")
+    for field, kind in TELEGRAM_MEDIA.items():
+        if field in message:
+            return kind
+    return ""
 
 
 def telegram_text(text: Any) -> str:
@@ -220,17 +253,20 @@ def read_discord(value: dict[str, Any]) -> Iterator[Talk]:
         elif author.get("isBot"):
             talk.left_out["message of a bot"] += 1
         else:
-            if message.get("attachments"):
-                talk.left_out["attached file"] += len(message["attachments"])
+            for field, kind in DISCORD_MEDIA.items():
+                talk.left_out[kind] += len(message.get(field) or [])
             if message["content"].strip():
                 name = author.get("nickname") or author.get("name") or author.get("id")
                 talk.add(str(name), message["content"], seconds_of(message))
+    talk.left_out = +talk.left_out  # without those that are 0
     yield talk
 
 
 def is_slack(value: Any) -> bool:
     """True for the messages of a day, and for Slack's lists of people, channels, and programs."""
     if has_items(value, "type", "ts"):
+        return True
+    if has_items(value, "user_id", "change_type"):  # its log of programs
         return True
     return has_items(value, "id") and any(field in value[0] for field in SLACK_FIELDS)
 
@@ -273,10 +309,14 @@ def slack_people(path: Path) -> dict[str, str]:
 @lru_cache(maxsize=8)  # the files of all days ask for it
 def people_of_version(path: Path, mtime_ns: int) -> dict[str, str]:
     """As slack_people; mtime_ns is when the file was last changed."""
+    return names_of_people(path.read_bytes())
+
+
+def names_of_people(content: bytes) -> dict[str, str]:
+    """The names of people by their ids, from the content of a users.json; empty if it is none."""
     try:
-        people = json.loads(path.read_bytes())
-        names = {user["id"]: name_in(user.get("profile")) for user in people}
-    except (OSError, AttributeError, LookupError, TypeError, ValueError):
+        names = {user["id"]: name_in(user.get("profile")) for user in json.loads(content)}
+    except (AttributeError, LookupError, TypeError, ValueError):
         return {}
     return {user_id: name for user_id, name in names.items() if name}
 
@@ -323,6 +363,7 @@ def read_whatsapp(file: IO[bytes], name: str, column: str) -> Iterator[tuple[str
             date = match["date"]
         lines = [line]
     add_whatsapp_message(talk, lines, day)
+    talk.left_out = +talk.left_out  # without those that are 0
     yield name, talk
 
 
@@ -331,17 +372,18 @@ def add_whatsapp_message(talk: Talk, lines: list[str], day: int) -> None:
     if match is None:
         return
     author, colon, text = match["message"].partition(": ")
-    text = WHATSAPP_EDITED.sub("", text)
+    text, n_files = WHATSAPP_FILE.subn("", WHATSAPP_EDITED.sub("", text))
+    talk.left_out["photo, recording, or file"] += n_files
+    text = text.strip()
     if not colon:
         talk.left_out["note of the service"] += 1
     elif WHATSAPP_DELETED.fullmatch(text.strip("\u200e ")):
         talk.left_out["deleted message"] += 1
-    elif text.startswith("\u200e") or WHATSAPP_MEDIA.fullmatch(text):
-        talk.left_out["photo, recording, file, or note of the service"] += 1
-    else:
-        talk.add(
-            author.strip("\u200e\u202a\u202c~ \u202f"), text, day * 86_400 + time_of_day(match)
-        )
+    elif "\u200e" in text:  # before what the program writes: a note, or the pages of a file
+        talk.left_out["note of the service"] += not n_files
+    elif text or not n_files:
+        seconds = day * 86_400 + time_of_day(match)
+        talk.add(author.strip("\u200e\u202a\u202c~ \u202f"), text, seconds)
 
 
 def time_of_day(match: re.Match[str]) -> int:
@@ -352,28 +394,3 @@ def time_of_day(match: re.Match[str]) -> int:
         if match["half"].lower() == "p":
             hour += 12
     return hour * 3600 + int(match["minute"]) * 60 + int(match["second"] or 0)
-
-
-# -- zip archives ----------------------------------------------------------------------------------
-
-
-def open_export(file: IO[bytes], name: str) -> tuple[str, IO[bytes]]:
-    """The file of messages in a zip archive, and its name.
-
-    Raises InputError if there is none, or the archive is damaged or encrypted.
-    """
-    try:
-        archive = zipfile.ZipFile(file)
-        for entry in archive.infolist():
-            base = entry.filename.rpartition("/")[2]
-            is_whatsapp = base == "_chat.txt" or re.fullmatch(r"WhatsApp.*\.txt", base)
-            if is_whatsapp or base in EXPORTS_IN_ZIP:
-                Unpacking(name, entry.compress_size).add(entry.file_size)
-                return f"{name}, {entry.filename}", io.BytesIO(archive.read(entry))
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise InputError(f"{name}: damaged: {error}") from None
-    except (NotImplementedError, RuntimeError):  # encrypted, or compressed in another way
-        problem = "is encrypted, or compressed in a way that Python does not know"
-        raise InputError(f"{name}: {problem}; unpack it: `unzip {shlex.quote(name)}`") from None
-    problem = "has no chat that a known program exported"
-    raise InputError(f"{name}: {problem}; unpack it: `unzip {shlex.quote(name)}`")

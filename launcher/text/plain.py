@@ -221,8 +221,12 @@ def text_of_mail(content: bytes, left_out: Counter[str]) -> str:
         text = "".join(texts_of_page(io.BytesIO(text.encode("utf-8", "surrogateescape"))))
     lines = text.splitlines()
     own_lines = without_quotes(lines)
-    left_out["line of quotes and signatures"] += len(lines) - len(own_lines)
+    left_out["line of quotes and signatures"] += n_with_text(lines) - n_with_text(own_lines)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(own_lines)).strip()
+
+
+def n_with_text(lines: list[str]) -> int:
+    return sum(bool(line.strip()) for line in lines)
 
 
 def without_quotes(lines: list[str]) -> list[str]:

@@ -19,8 +19,9 @@ from sm_nanogpt.launcher.models.encoder import MAX_PIECE as PIECE
 from sm_nanogpt.launcher.text.chats import FIELDS, may_be_chat, turns_of
 from sm_nanogpt.launcher.text.encodings import EncodingFault, not_text, read_text
 from sm_nanogpt.launcher.text.exports import WHOLE_FILE, is_no_chat, why_no_document
-from sm_nanogpt.launcher.text.messengers import open_export, read_whatsapp, talks_in
+from sm_nanogpt.launcher.text.messengers import talks_in
 from sm_nanogpt.launcher.text.tables import read_rows
+from sm_nanogpt.launcher.text.talks import Talk
 from sm_nanogpt.launcher.text.unpacking import CHUNK, Unpacking
 from sm_nanogpt.launcher.values import counted, is_utf8
 
@@ -95,7 +96,7 @@ def no_document(record: Any, position: str, column: str) -> InputError:
 
 
 def read_json_lines(file: IO[bytes], name: str, column: str) -> Records:
-    """Yield the object of each line.
+    """Yield the object of each line; of one that a messenger exported, its talks.
 
     A file that is one value over many lines is one object, or its items.
     """
@@ -118,7 +119,11 @@ def read_json_lines(file: IO[bytes], name: str, column: str) -> Records:
                 raise InputError(f"{position}: {line_problem(error)}") from None
             yield from records_in(value, name, column)
             return
-        yield position, record
+        talks = talks_in(record, position) if column == "text" else None
+        if talks is None:
+            yield position, record
+        else:
+            yield from number_talks(talks, position)
         is_first = False
         n_beyond_ascii += len(line) - len(text)
 
@@ -151,14 +156,18 @@ def records_in(value: dict[str, Any] | list[Any], name: str, column: str) -> Rec
     """The records in the one value of a file; or its talks, if a messenger exported it."""
     talks = talks_in(value, name) if column == "text" else None
     if talks is not None:
-        for number, talk in enumerate(talks, 1):
-            yield f"{name}, chat {number}", talk
+        yield from number_talks(talks, name)
         return
     if isinstance(value, dict):
         yield f"{name}{WHOLE_FILE}", value
         return
     for number, item in enumerate(value, 1):
         yield f"{name}, item {number}", item
+
+
+def number_talks(talks: Sequence[Talk], name: str) -> Records:
+    for number, talk in enumerate(talks, 1):
+        yield f"{name}, chat {number}", talk
 
 
 def line_problem(error: ValueError | RecursionError) -> str:
@@ -176,18 +185,6 @@ def json_problem(error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
         return "not JSON that can be read: it nests too deeply"
     return "not JSON that can be read: a number has too many digits"
-
-
-# -- exports in zip archives -----------------------------------------------------------------------
-
-
-def read_zip(file: IO[bytes], name: str, column: str) -> Records:
-    """Yield the talks of a messenger's export."""
-    shown, content = open_export(file, name)
-    if shown.endswith(".txt"):
-        yield from read_whatsapp(content, shown, column)
-    else:
-        yield from read_json_array(content, shown, column)
 
 
 # -- tables ----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,6 @@ def conversations(path: Path, me: str = "") -> tuple[list[list[str]], Skipped]:
 def write_json(path: Path, value: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=1), "utf-8")
-    return path
-
-
-def zip_of(path: Path, name: str, content: str) -> Path:
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(name, content)
     return path
 
 
@@ -67,41 +60,8 @@ def test_chatgpts_export_has_the_branch_shown_last(tmp_path):
     path = write_json(tmp_path / "conversations.json", [CHATGPT])
     found, skipped = conversations(path)
     assert found == [ASKED]
-    assert skipped.talks.left_out == {"image or recording": 1, "code": 1, "answer of a tool": 1}
-
-
-def test_an_export_is_read_from_its_zip_archive(tmp_path):
-    path = tmp_path / "export.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("chat.html", "<html>")
-        archive.writestr("conversations.json", json.dumps([CHATGPT]))
-    assert conversations(path)[0] == [ASKED]
-
-
-LOCAL, CENTRAL = b"PK\x03\x04", b"PK\x01\x02"  # how an entry of an archive begins, and of its table
-
-
-def with_field(content: bytes, offset: int, value: bytes) -> bytes:
-    """An archive of one entry with another value in a field; the table has it two bytes later."""
-    changed = bytearray(content)
-    for start in (content.index(LOCAL) + offset, content.index(CENTRAL) + offset + 2):
-        changed[start : start + len(value)] = value
-    return bytes(changed)
-
-
-@pytest.mark.parametrize(
-    ("offset", "value", "problem"),
-    [
-        (6, b"\x01", "is encrypted"),
-        (8, b"\x63", "compressed in a way"),
-        (14, b"\0\0\0\0", "damaged: Bad CRC"),
-    ],
-)
-def test_a_zip_archive_that_cannot_be_read_says_why(tmp_path, offset, value, problem):
-    path = zip_of(tmp_path / "export.zip", "conversations.json", json.dumps([CHATGPT]))
-    path.write_bytes(with_field(path.read_bytes(), offset, value))
-    with pytest.raises(InputError, match=problem):
-        conversations(path)
+    left_out = {"image or recording": 1, "code": 1, "answer of a tool": 1}
+    assert skipped.talks.left_out == {**left_out, "message of another branch": 1}
 
 
 DAMAGES: list[dict[str, Any]] = [
@@ -120,12 +80,6 @@ def test_an_export_of_another_form_is_an_error_of_one_line(tmp_path, damage):
         conversations(path)
 
 
-def test_a_zip_archive_of_anything_else_is_to_be_unpacked(tmp_path):
-    path = zip_of(tmp_path / "notes.zip", "notes.txt", "a")
-    with pytest.raises(InputError, match=r"has no chat .*unpack it: `unzip "):
-        conversations(path)
-
-
 def test_claudes_export_has_its_conversations(tmp_path):
     parts = [{"type": "text", "text": "Fine."}, {"type": "tool_use", "name": "search"}]
     messages = [
@@ -136,7 +90,7 @@ def test_claudes_export_has_its_conversations(tmp_path):
     path = write_json(tmp_path / "conversations.json", [{"uuid": "u", "chat_messages": messages}])
     found, skipped = conversations(path)
     assert found == [ASKED]
-    assert skipped.talks.left_out["attached file"] == 1
+    assert skipped.talks.left_out == {"attached file": 1, "tool use": 1}
 
 
 # -- messengers ------------------------------------------------------------------------------------
@@ -171,7 +125,40 @@ def test_whatsapps_text_is_read_in_each_style(tmp_path, text):
     (tmp_path / "chat.txt").write_text(text, "utf-8")
     found, skipped = conversations(tmp_path / "chat.txt", me="Bob")
     assert found == [ASKED, ["user\nTwo\nlines: and this", "assistant\nYes."]]
-    assert skipped.talks.left_out.total() == 3
+    left_out = {"note of the service": 1, "photo, recording, or file": 1, "deleted message": 1}
+    assert skipped.talks.left_out == left_out
+
+
+CAPTIONS = [
+    "IMG-1.jpg (file attached)\nA caption.",
+    "<Media omitted>\nA caption.",
+    "A caption. \u200e<attached: 00000012-PHOTO.jpg>",
+]
+
+
+@pytest.mark.parametrize("text", CAPTIONS)
+def test_the_caption_of_a_photo_of_whatsapp_stays(tmp_path, text):
+    lines = f"12/03/24, 14:05 - Ann: {text}\n12/03/24, 14:06 - Bob: Nice!\n"
+    (tmp_path / "chat.txt").write_text(lines, "utf-8")
+    found, skipped = conversations(tmp_path / "chat.txt", me="Bob")
+    assert found == [["user\nA caption.", "assistant\nNice!"]]
+    assert skipped.talks.left_out == {"photo, recording, or file": 1}
+
+
+@pytest.mark.parametrize("text", ["Contract.pdf • \u200e2 pages \u200edocument omitted", "null"])
+def test_a_file_of_whatsapp_without_a_caption_is_left_out(tmp_path, text):
+    (tmp_path / "chat.txt").write_text(f"12/03/24, 14:05 - Ann: {text}\n", "utf-8")
+    found, skipped = conversations(tmp_path / "chat.txt", me="Bob")
+    assert found == []
+    assert skipped.talks.left_out == {"photo, recording, or file": 1}
+
+
+def test_whatsapps_date_may_have_no_comma(tmp_path):
+    lines = "12/03/2024 14:05 - Ann: How are you?\n12/03/2024 14:06 - Bob: Fine.\n"
+    (tmp_path / "chat.txt").write_text(lines)
+    assert conversations(tmp_path / "chat.txt", me="Bob")[0] == [
+        ["user\nHow are you?", "assistant\nFine."]
+    ]
 
 
 def test_a_log_with_times_is_no_chat_of_whatsapp(tmp_path):
@@ -209,6 +196,33 @@ def test_telegrams_result_is_read(tmp_path, value):
     assert skipped.talks.left_out == left_out
 
 
+@pytest.mark.parametrize("name", ["result.jsonl", "result.json"])
+def test_an_export_on_one_line_is_an_export(tmp_path, name):
+    (tmp_path / name).write_text(json.dumps(TELEGRAM))
+    assert conversations(tmp_path / name, me="Bob")[0] == [ASKED]
+
+
+MEDIA: list[tuple[str, dict[str, Any]]] = [
+    ("photo", {"photo": "photos/1.jpg"}),
+    ("voice message", {"media_type": "voice_message", "file": "voice_messages/1.ogg"}),
+    ("poll", {"poll": {"question": "When?"}}),
+    ("location", {"location_information": {"latitude": 1.0}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), MEDIA)
+def test_what_telegram_has_beside_a_text_is_said(tmp_path, kind, fields):
+    messages = [
+        telegram_message("Ann", "How are you?", 5, **fields),
+        telegram_message("Bob", "Fine.\nAnd you?", 6),
+        telegram_message("Ann", "", 7, **fields),
+    ]
+    value = {**TELEGRAM, "messages": messages}
+    found, skipped = conversations(write_json(tmp_path / "result.json", value), me="Bob")
+    assert found == [ASKED]
+    assert skipped.talks.left_out == {kind: 2}
+
+
 def discord_message(author: str, text: str, minute: int, **fields: Any) -> dict[str, Any]:
     return {
         "type": "Default",
@@ -226,13 +240,14 @@ def test_the_json_of_discords_exporter_is_read(tmp_path):
         discord_message("Bob", "Fine.", 6, type="Reply"),
         discord_message("Bob", "And you?", 6),
         discord_message("Bob", "Pinned a message.", 6, type="ChannelPinnedMessage"),
+        discord_message("Ann", "", 7, stickers=[{"id": "1", "name": "wave"}]),
         discord_message("Bot", "beep", 7),
     ]
     messages[-1]["author"]["isBot"] = True
     value = {"guild": {"id": "0"}, "channel": {"id": "1"}, "messages": messages}
     found, skipped = conversations(write_json(tmp_path / "a.json", value), me="Bob")
     assert found == [ASKED]
-    left_out = {"attached file": 1, "note of the service": 1, "message of a bot": 1}
+    left_out = {"attached file": 1, "note of the service": 1, "sticker": 1, "message of a bot": 1}
     assert skipped.talks.left_out == left_out
 
 
@@ -287,6 +302,21 @@ def test_ids_of_slack_stay_without_a_users_json(tmp_path):
     path = write_json(tmp_path / "slack/general/2024-03-01.json", [message])
     _, skipped = conversations(path, me="U1")
     assert skipped.talks.authors == {"U1": 1}
+
+
+SLACK_LISTS: list[list[dict[str, Any]]] = [
+    [],
+    [{"user_id": "U1", "user_name": "ann", "date": "1710252301", "change_type": "added"}],
+    [{"id": "F1", "created": 1710252301, "name": "A_canvas", "title": "A", "filetype": "quip"}],
+    [{"id": "D1", "created": 1710252301, "members": ["U1", "U2"]}],
+]
+
+
+@pytest.mark.parametrize("value", SLACK_LISTS, ids=["none", "programs", "canvases", "dms"])
+def test_the_lists_of_slack_hold_no_messages(tmp_path, value):
+    found, skipped = conversations(write_json(tmp_path / "a.json", value))
+    assert found == []
+    assert not skipped.counts
 
 
 # -- whose messages --------------------------------------------------------------------------------

@@ -1,0 +1,117 @@
+"""Chats in the zip archives in which programs export them."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sm_nanogpt import InputError
+from sm_nanogpt.launcher.text.archives import OTHER_FILE
+from sm_nanogpt.launcher.text.documents import documents_in
+from sm_nanogpt.launcher.text.reading import detect_file
+from sm_nanogpt.launcher.text.skipped import Skipped
+
+WHATSAPP = "12/03/24, 14:05 - Ann: How are you?\n12/03/24, 14:06 - Bob: Fine.\n"
+MESSAGES = [
+    {"sender": "human", "text": "How are you?"},
+    {"sender": "assistant", "text": "Fine."},
+]
+CLAUDE = json.dumps([{"uuid": "u", "chat_messages": MESSAGES}])
+USERS = json.dumps([{"id": "U1", "profile": {"display_name": "Bob"}}])
+DAY = json.dumps(
+    [
+        {"type": "message", "user": "U2", "text": "How are you?", "ts": "1710252301.1"},
+        {"type": "message", "user": "U1", "text": "Fine.", "ts": "1710252302.1"},
+    ]
+)
+CHAT = ["user\nHow are you?", "assistant\nFine."]
+
+
+def zip_of(path: Path, contents: dict[str, str]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+    return path
+
+
+def conversations(path: Path, me: str = "") -> tuple[list[list[str]], Skipped]:
+    """The turns of each conversation in an archive, and what was left out."""
+    skipped = Skipped()
+    documents = documents_in(detect_file(path, me=me), skipped)
+    return [list(document.pieces) for document in documents], skipped
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("conversations.json", CLAUDE),
+        ("data/conversations-000.json", CLAUDE),
+        ("_chat.txt", WHATSAPP),
+        ("Conversa do WhatsApp com Ann.txt", "\ufeff" + WHATSAPP),
+        ("chat", WHATSAPP),
+    ],
+)
+def test_an_export_is_found_by_what_is_in_it(tmp_path, name, content):
+    path = zip_of(tmp_path / "export.zip", {name: content})
+    assert conversations(path, me="Bob" if content != CLAUDE else "")[0] == [CHAT]
+
+
+def test_each_export_of_an_archive_is_read(tmp_path):
+    parts = {f"conversations-{number:03}.json": CLAUDE for number in range(3)}
+    path = zip_of(tmp_path / "export.zip", parts)
+    assert conversations(path)[0] == [CHAT, CHAT, CHAT]
+
+
+def test_the_archive_of_slack_has_the_names_of_people(tmp_path):
+    days = {f"general/2024-03-{day:02}.json": DAY for day in (2, 1)}
+    path = zip_of(tmp_path / "slack.zip", days | {"users.json": USERS, "dms.json": "[]"})
+    found, skipped = conversations(path, me="Bob")
+    assert found == [CHAT, CHAT]
+    assert skipped.talks.authors == {"Bob": 2, "U2": 2}
+
+
+def test_other_files_of_an_archive_are_counted(tmp_path):
+    others = {"IMG-1.jpg": "\x00\x01\x02", "user.json": '{"id": "u"}', "chat.html": "<html>"}
+    path = zip_of(tmp_path / "export.zip", {"_chat.txt": WHATSAPP} | others)
+    assert conversations(path, me="Bob")[1].talks.left_out == {OTHER_FILE: 3}
+
+
+def test_a_zip_archive_of_anything_else_is_to_be_unpacked(tmp_path):
+    path = zip_of(tmp_path / "notes.zip", {"notes.txt": "a"})
+    with pytest.raises(InputError, match=r"has no chat .*unpack it: `unzip "):
+        conversations(path)
+
+
+def test_json_that_is_cut_is_an_error(tmp_path):
+    path = zip_of(tmp_path / "export.zip", {"conversations.json": CLAUDE[:-3]})
+    with pytest.raises(InputError, match=r"export.zip, conversations.json: not JSON"):
+        conversations(path)
+
+
+LOCAL, CENTRAL = b"PK\x03\x04", b"PK\x01\x02"  # how an entry of an archive begins, and of its table
+
+
+def with_field(content: bytes, offset: int, value: bytes) -> bytes:
+    """An archive of one entry with another value in a field; the table has it two bytes later."""
+    changed = bytearray(content)
+    for start in (content.index(LOCAL) + offset, content.index(CENTRAL) + offset + 2):
+        changed[start : start + len(value)] = value
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "problem"),
+    [
+        (6, b"\x01", "is encrypted"),
+        (8, b"\x63", "compressed in a way"),
+        (14, b"\0\0\0\0", "damaged: Bad CRC"),
+    ],
+)
+def test_a_zip_archive_that_cannot_be_read_says_why(tmp_path, offset, value, problem):
+    path = zip_of(tmp_path / "export.zip", {"conversations.json": CLAUDE})
+    path.write_bytes(with_field(path.read_bytes(), offset, value))
+    with pytest.raises(InputError, match=problem):
+        conversations(path)
