@@ -179,7 +179,7 @@ def not_text(name: object, fault: EncodingFault) -> InputError:
 def nearly_utf8(name: object, fault: EncodingFault) -> InputError | None:
     """The error for a text that is UTF-8 but for a few bytes, or None if it is something else.
 
-    Another encoding would spoil such a text.
+    Another encoding would spoil such a text. One with a byte order mark is UTF-8 by its own word.
     """
     text = fault.content.decode("utf-8", "surrogateescape")
     faulty_parts = list(re.finditer("[\udc80-\udcff]+", text))
@@ -189,7 +189,8 @@ def nearly_utf8(name: object, fault: EncodingFault) -> InputError | None:
     if n_surrogates and n_faulty - 3 * n_surrogates <= n_valid:
         problem = f"has surrogates ({fault}), as databases and Java write in CESU-8"
         return InputError(f"{name}: {problem}", "mend-surrogates")
-    if n_faulty >= n_valid:
+    is_marked = fault.encoding == "utf-8-sig"
+    if n_faulty >= n_valid and not is_marked:
         return None
     n_lines = 1
     for previous, part in pairwise(faulty_parts):
@@ -197,6 +198,9 @@ def nearly_utf8(name: object, fault: EncodingFault) -> InputError | None:
         if "\n" in text[previous.end() : part.start()] and not is_cut:
             n_lines += 1
     lines = "one place" if n_lines == 1 else f"{n_lines:,} lines, the first"
+    if is_marked:
+        problem = f"has the byte order mark of UTF-8, and is UTF-8 but for {lines} ({fault})"
+        return InputError(f"{name}: {problem}", "mend-utf8")
     return InputError(f"{name}: is UTF-8 but for {lines} ({fault})", "mend-utf8")
 
 

@@ -81,6 +81,16 @@ def test_no_encoding_spoils_what_is_utf8_elsewhere(tmp_path):
         detect_file(tmp_path / "a.txt", encoding="cp1252")
 
 
+@pytest.mark.parametrize("n_lines", [20, 100_000])  # the byte is in another chunk, too
+def test_a_text_with_the_mark_of_utf8_is_no_other_encoding(n_lines, tmp_path):
+    content = codecs.BOM_UTF8 + b"To be or not.\n" * n_lines + b"caf\xe9\n"
+    (tmp_path / "a.txt").write_bytes(content)
+    file = detect_file(tmp_path / "a.txt")
+    with pytest.raises(InputError, match=r"mark of UTF-8, .* but for one place") as refused:
+        "".join(read_pieces(file))
+    assert refused.value.code == "mend-utf8"
+
+
 def test_a_bad_byte_in_read_json_lines_is_no_other_encoding():
     record = json.dumps({"text": ACCENTS}, ensure_ascii=False).encode()
     with pytest.raises(InputError) as refused:
