@@ -22,6 +22,8 @@ from sm_nanogpt.launcher.cli.options import (
     YES,
     Command,
     JobParameter,
+    OutputFile,
+    check_output_file,
     settings_of,
     unless_not_yours,
     valued,
@@ -265,7 +267,7 @@ def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None
 @valued(
     "-o --output FILE",
     "File to write (default: report-JOB-ID.html, or report-N-runs.html).",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
 )
 @click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
 def report_command(
@@ -288,8 +290,7 @@ def report_command(
     report = compare(read_runs(job_ids, settings))
     if output is None:
         output = report_path([run.description.job_id for run in report.runs])
-    if output.is_symlink() or (output.exists() and not output.is_file()):
-        raise InputError(f"{output}: not a regular file; name another one with --output")
+        check_output_file(output)
     write_bytes(str(output), page(report, launch_again).encode())
     click.echo(output)
     if opens:

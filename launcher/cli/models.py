@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sm_nanogpt.launcher.cli.options import JSON, MODEL, Command, JobParameter, settings_of, valued
+from sm_nanogpt.launcher.cli.options import (
+    JSON,
+    MODEL,
+    Command,
+    JobParameter,
+    OutputFile,
+    settings_of,
+    valued,
+)
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import note, print_json, print_text
 from sm_nanogpt.launcher.errors import InputError, ServiceError, Terminated
@@ -191,7 +199,7 @@ def check_origins(
 @valued(
     "--save path FILE.html",
     "Write the model as one HTML file, which computes in any browser and needs no server.",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
 )
 @valued(
     "--bits N",

@@ -77,6 +77,27 @@ def check_one_target(params: Mapping[str, Any]) -> None:
         raise InputError("give a JOB-ID, or --group with the id of a sweep")
 
 
+class OutputFile(click.Path):
+    """A file to write, whose directory exists. It is checked before the work for it begins."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        if ctx is not None and not ctx.resilient_parsing:
+            check_output_file(path)
+        return path
+
+
+def check_output_file(path: Path) -> None:
+    """Raise InputError if no file can be written there, or what is there is no file."""
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: {path.parent} is no directory; make it, or name another one")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise InputError(f"{path}: not a regular file; name another one")
+
+
 @dataclass(eq=False)
 class JobParameter(click.ParamType[str]):
     """A parameter for a job: an id, a name, a part of an id, or `latest`. Gives the full id.

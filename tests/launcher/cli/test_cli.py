@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -281,3 +282,10 @@ def test_threads_of_a_command_do_not_wait_awake_for_long(monkeypatch, variables,
     with pytest.raises(SystemExit):
         commands.main()
     assert os.environ.get("GOMP_SPINCOUNT") == count
+
+
+@pytest.mark.parametrize("command", ["report latest -o", "play latest --save"])
+def test_a_file_is_written_to_no_new_directory(cli, command):
+    ran = cli(*command.split(), "typo/a.html")
+    assert ran.failed(2, "typo/a.html: typo is no directory")
+    assert not Path("typo").exists()
