@@ -108,6 +108,8 @@ class Draft:
                 self.fit_page(self.request.fit)
             self.request = start.sized(self.request, self.texts)
         self.request = start.with_whole_windows(self.request, self.texts["data"])
+        if self.earlier is None and "max_steps" not in self.original.hyperparameters:
+            self.request = start.with_fitting_steps(self.request, self.texts["data"])
 
     def fit_page(self, page_limit: int) -> None:
         """Set the size by the bytes that the page of the model may have."""

@@ -17,7 +17,7 @@ from sm_nanogpt.launcher.files.progress import byte_progress
 from sm_nanogpt.launcher.job import Request, TrainingJob
 from sm_nanogpt.launcher.launching.draft import Draft, fill
 from sm_nanogpt.launcher.launching.resume import EarlierJob, check_resumable
-from sm_nanogpt.launcher.launching.texts import check_readings, check_texts
+from sm_nanogpt.launcher.launching.texts import check_readings, check_texts, tokens_to_read
 from sm_nanogpt.launcher.sagemaker.cost import ceiling_of, check_confirmed
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import keep_source
@@ -143,8 +143,7 @@ def check(draft: Draft) -> None:
     check_texts(draft.texts, config)
     upload = draft.texts["data"].upload
     if upload is not None:
-        rows_per_text = 2 if upload.chats else 1  # rows of conversations may be half empty
-        check_readings(draft.original, config, upload.n_training * rows_per_text)
+        check_readings(draft.original, config, tokens_to_read(upload))
 
 
 def check_device(job: TrainingJob, is_explicit: bool, earlier: EarlierJob | None) -> None:

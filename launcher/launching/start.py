@@ -22,7 +22,14 @@ from sm_nanogpt.launcher.files.documents import Scalar
 from sm_nanogpt.launcher.files.models import DOCUMENTS, model_files
 from sm_nanogpt.launcher.files.moved import UPLOAD_NAME
 from sm_nanogpt.launcher.job import FULL_ID, Request
-from sm_nanogpt.launcher.launching.texts import FEW_READINGS, readings_of
+from sm_nanogpt.launcher.launching.texts import (
+    FEW_READINGS,
+    READINGS,
+    memorizes,
+    readings_of,
+    steps_for,
+    tokens_to_read,
+)
 from sm_nanogpt.launcher.models.fetch import model_directory
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text import corpus
@@ -249,4 +256,22 @@ def with_whole_windows(request: Request, text: Channel) -> Request:
         return request
     logger.info(f"short_windows=0 (the preset's {short_windows} would cut conversations)")
     values = {**request.hyperparameters, "short_windows": 0}
+    return request.model_copy(update={"hyperparameters": values})
+
+
+def with_fitting_steps(request: Request, text: Channel) -> Request:
+    """The request with fewer steps, if a start from a model would read its text too often.
+
+    What the user or a preset says of the steps stays.
+    """
+    is_open = request.init_from is not None and request.preset is None and request.size is None
+    if not is_open or text.upload is None:
+        return request
+    config = request.config(1)
+    n_tokens = tokens_to_read(text.upload)
+    if not memorizes(config, n_tokens):
+        return request
+    steps = steps_for(config, n_tokens)
+    logger.info(f"max_steps={steps}, to read the text {READINGS} times")
+    values = {**request.hyperparameters, "max_steps": steps}
     return request.model_copy(update={"hyperparameters": values})

@@ -160,15 +160,31 @@ def check_readings(request: Request, config: Any, n_tokens: int) -> None:
     request is the user's, which decides what to do about it. n_tokens may be characters.
     """
     readings = readings_of(config, n_tokens)
-    is_regularized = any(getattr(config, name, 0) for name in ("weight_decay", "dropout"))
-    max_readings = MAX_READINGS_IF_REGULARIZED if is_regularized else MAX_READINGS
-    if readings > max_readings:
+    if memorizes(config, n_tokens):
         problem = f"the run reads the text {readings:.0f} times, and will memorize it"
-        steps = max(1, READINGS * n_tokens // (config.batch_size * config.block_size))
+        steps = steps_for(config, n_tokens)
         logger.warning(problem, extra=remedy_for_readings(request, steps))
     if getattr(config, "generations", 1) > 1 and readings < FEW_READINGS:
         problem = f"each model reads the text {readings:.1f} times; below {FEW_READINGS}"
         logger.warning(f"{problem}, a larger model gains more than another generation")
+
+
+def memorizes(config: Any, n_tokens: int) -> bool:
+    """True if a run of this config reads a text so often that its loss rises again."""
+    is_regularized = any(getattr(config, name, 0) for name in ("weight_decay", "dropout"))
+    max_readings = MAX_READINGS_IF_REGULARIZED if is_regularized else MAX_READINGS
+    return readings_of(config, n_tokens) > max_readings
+
+
+def steps_for(config: Any, n_tokens: int) -> int:
+    """The steps in which a run of this config reads a text READINGS times."""
+    return max(1, READINGS * n_tokens // (config.batch_size * config.block_size))
+
+
+def tokens_to_read(upload: Upload) -> int:
+    """The tokens or characters of a text that a run reads, by rows: those of conversations may be
+    half empty."""
+    return upload.n_training * (2 if upload.chats else 1)
 
 
 def readings_of(config: Any, n_tokens: int) -> float:

@@ -117,6 +117,21 @@ def text(tokens: int, chats: bool = False) -> dict[str, Channel]:
 
 
 @pytest.mark.parametrize(
+    "values, tokens, steps",
+    [
+        ({"init_from": "JOB"}, 2_000, 10),  # 250 steps of 768 tokens would read it 96 times
+        ({"init_from": "JOB"}, 1_000_000, None),
+        ({"init_from": "JOB", "preset": "quick"}, 2_000, None),
+        ({}, 2_000, None),
+    ],
+)
+def test_a_start_from_a_model_reads_a_short_text_4_times(values, tokens, steps):
+    request = Request(instance="local", **values)
+    filled = start.with_fitting_steps(request, text(tokens)["data"])
+    assert filled.hyperparameters.get("max_steps") == steps
+
+
+@pytest.mark.parametrize(
     "instance, tokens, size",
     [
         ("local", 585, 0.25),  # the shortest text that is taken
