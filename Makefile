@@ -10,10 +10,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # With uv on the PATH, an install takes seconds and follows uv's settings; `make UV= ...` uses pip.
+# Both show on stderr what they download, which takes minutes.
 # --no-compile leaves modules to be compiled on import; the tests import a small part of them.
 UV := $(shell uv --version 2>/dev/null)
 pip_install = $(if $(UV),uv pip install --python $(1)/bin/python,$(1)/bin/pip install \
-	--disable-pip-version-check) --quiet
+	--disable-pip-version-check)
 
 # With these, each process of the tests would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
@@ -76,12 +77,12 @@ gpu:
 
 .venv/installed: pyproject.toml constraints.txt | .venv
 	@echo "installing sm-nanogpt and torch into .venv; this takes a minute or two" >&2
-	$(call pip_install,.venv) --compile -c constraints.txt -e .
+	$(call pip_install,.venv) --compile -c constraints.txt -e . >&2
 	touch $@
 
 .venv/installed-for-tests: pyproject.toml constraints.txt | .venv
 	@echo "installing sm-nanogpt and its tools into .venv; this takes a few minutes" >&2
-	$(call pip_install,.venv) --no-compile -c constraints.txt -e '.[test]'
+	$(call pip_install,.venv) --no-compile -c constraints.txt -e '.[test]' >&2
 	touch $@ .venv/installed
 
 .venv:
@@ -95,9 +96,9 @@ gpu:
 .venv-contract/installed: tests/contract/requirements.txt tests/contract/requirements-2.11.txt
 	@echo "installing SageMaker's training toolkit into .venv-contract; this takes a minute" >&2
 	$(PYTHON) -m venv .venv-contract
-	$(call pip_install,.venv-contract) --compile -r tests/contract/requirements.txt
+	$(call pip_install,.venv-contract) --compile -r tests/contract/requirements.txt >&2
 	$(call pip_install,.venv-contract) --no-deps --upgrade \
-		--target .venv-contract/toolkit-of-2.11 -r tests/contract/requirements-2.11.txt
+		--target .venv-contract/toolkit-of-2.11 -r tests/contract/requirements-2.11.txt >&2
 	touch $@
 
 # The tests of train.py with the versions of the default training image (launcher/machines.py).
@@ -107,7 +108,7 @@ test-image: .venv-image/installed
 .venv-image/installed: pyproject.toml constraints.txt Makefile
 	python3.12 -m venv --clear .venv-image
 	grep -vE '^(torch|triton|setuptools|cuda-.*|nvidia-.*)==' constraints.txt > .venv-image/constraints.txt
-	$(call pip_install,.venv-image) -c .venv-image/constraints.txt -e '.[test]' torch==2.12.1
+	$(call pip_install,.venv-image) -c .venv-image/constraints.txt -e '.[test]' torch==2.12.1 >&2
 	touch $@
 
 clean:
