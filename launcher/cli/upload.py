@@ -127,7 +127,7 @@ def next_launch(upload: Upload, tokenizer: str | None) -> str:
     base = base_of(tokenizer)
     if not upload.uri.startswith("file:"):
         instance = "ml.m5.xlarge --preset quick --max-cost 0.20"
-    elif upload.n_training < SHORT and not upload.chats and not base:
+    elif upload.n_training < SHORT and not base:
         instance = f"{LOCAL} --preset auto"
     else:
         instance = LOCAL

@@ -14,6 +14,8 @@ from talks import exchange, tensor
 from sm_nanogpt import InputError
 from sm_nanogpt.entry_point.conversations import Packed
 from sm_nanogpt.entry_point.text import read_tokenizer
+from sm_nanogpt.launcher.cli.upload import next_launch
+from sm_nanogpt.launcher.text.store import Upload
 
 
 def test_a_launch_after_an_upload_starts_from_its_tokens_model(cli, directory, text_file):
@@ -23,6 +25,12 @@ def test_a_launch_after_an_upload_starts_from_its_tokens_model(cli, directory, t
     ):
         ran = cli("upload-data", text_file, "--tokenizer", tokenizer).good
         assert ran.err.splitlines()[-1] == f"next: sm-nanogpt launch --instance local{base}"
+
+
+@pytest.mark.parametrize(("tokens", "preset"), [(10_000, " --preset auto"), (1_000_000, "")])
+def test_few_conversations_are_to_be_learned_by_auto(tokens, preset):
+    upload = Upload("file:///data", 0, "", (), train_tokens=tokens, chats=True)
+    assert next_launch(upload, "bpe") == f"sm-nanogpt launch --instance local{preset}"
 
 
 def test_a_model_of_characters_refuses_conversations(cli, job, tmp_path):

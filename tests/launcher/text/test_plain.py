@@ -116,7 +116,7 @@ def test_what_is_left_out_of_mail_is_counted(tmp_path, caplog):
     silent = "From cat@example.org Tue Mar 12 17:05:00 2024\nFrom: Cat <cat@example.org>\n\n\n"
     text_of(tmp_path / "mail.mbox", f"{MBOX}\n{silent}")
     assert caplog.messages == [
-        "left out of mail: line of quotes and signatures (5), attachment (1), mail without text (1)"
+        "left out of mail: line of quotes and signatures (4), attachment (1), mail without text (1)"
     ]
 
 
