@@ -84,7 +84,7 @@ class OutputFile(click.Path):
         super().__init__(dir_okay=False, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = super().convert(value, param, ctx)
+        path: Any = super().convert(value, param, ctx)  # a Path, by path_type
         if ctx is not None and not ctx.resilient_parsing:
             check_output_file(path)
         return path
