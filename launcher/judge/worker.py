@@ -60,6 +60,9 @@ ROW_STEP = 16  # rows that are scored have a multiple of it, or as many ids as t
 PATIENCE = 600.0  # seconds by the clock that a model may take for an answer
 # Bytes of a problem, and of texts, that a model's process may send. A longer one is not read.
 LONGEST_PROBLEM, LONGEST_ANSWER = 1 << 16, 1 << 26
+# A model may have more logits than tokens: so many, or twice the tokens. The answers of one with
+# millions could take more memory than the machine has.
+PADDED_SIZE = 1 << 16
 
 
 class ModelFacts(Document):
@@ -80,7 +83,7 @@ class Worker:
     deleted with it. What it prints is logged, or lost if it is silent. It is ended soon after it
     has computed for `limit` seconds, and has PATIENCE seconds for an answer. After the end,
     cpu_seconds is what it has computed. Raises ServiceError if it fails, or the model has fewer
-    logits than there are tokens.
+    logits than there are tokens, or far more.
     """
 
     def __init__(
@@ -125,8 +128,8 @@ class Worker:
         readable = [model, *folders_behind(model, settings)]
         if entry_point:
             readable.append(entry_point.absolute())
-        if not self.silent:  # a user's own model, which may consist of links; a run's may not
-            readable += [path.resolve() for path in model.iterdir() if path.is_symlink()]
+        if not self.silent:  # a user's own model, which may consist of links; a run's has none
+            readable += linked_files(model)
         warn_of_unprotected()
         self.program = Program(
             confined(command, Sandbox(readable, scratch, cpu_seconds=self.limit)),
@@ -143,7 +146,7 @@ class Worker:
         """The facts with which the process begins. Raises ServiceError if they do not fit."""
         facts = parse(self.answer(), ModelFacts, f"{self.directory}: what its process says")
         n_tokens = len(self.tokenizer)
-        if facts.size < n_tokens:
+        if not n_tokens <= facts.size <= max(PADDED_SIZE, 2 * n_tokens):
             problem = f"it has {facts.size} logits for {n_tokens} tokens"
             raise ServiceError(f"{self.directory}: {problem}")
         return facts
@@ -260,6 +263,12 @@ class Worker:
         request = json.dumps({"prompts": prompts, "sampling": sampling}).encode()
         texts: list[str] = json.loads(self.answer(request))
         return texts
+
+
+def linked_files(directory: Path) -> list[Path]:
+    """The files that are linked into a directory, as a cache of the Hub does. Nothing is readable
+    below a directory that is linked: it could be the home of the user."""
+    return [path.resolve() for path in directory.iterdir() if path.is_symlink() and path.is_file()]
 
 
 def folders_behind(directory: Path, settings: Settings) -> list[Path]:

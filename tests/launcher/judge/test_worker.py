@@ -21,7 +21,7 @@ from sm_nanogpt.launcher.judge import anchors, evaluate, measures
 from sm_nanogpt.launcher.judge.measures import Subject, measure_anchors
 from sm_nanogpt.launcher.judge.score import Window, score
 from sm_nanogpt.launcher.judge.texts import Text, TrainingText, encode
-from sm_nanogpt.launcher.judge.worker import Worker
+from sm_nanogpt.launcher.judge.worker import Worker, linked_files
 from sm_nanogpt.launcher.text.ids import content_of
 
 WINDOWS = [Window(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4]))]
@@ -161,6 +161,20 @@ def test_an_evaluation_that_cannot_be_kept_is_still_given(edited, caplog):
     with patch.object(evaluate, "save_evaluation", side_effect=ServiceError("the disk is full")):
         assert edited().size > 0
     assert "the disk is full" in caplog.text
+
+
+def test_a_model_reads_the_files_it_links_and_no_directory(tmp_path):
+    """A stranger's model could link the home of the user, or the text that it is judged on."""
+    home, model = tmp_path / "home", tmp_path / "model"
+    home.mkdir()
+    model.mkdir()
+    weights = home / "weights"
+    weights.touch()
+    (model / "model.safetensors").symlink_to(weights)
+    (model / "all").symlink_to(home)
+    (model / "gone").symlink_to(home / "gone")
+    (model / "config.json").touch()
+    assert linked_files(model) == [weights]
 
 
 def test_a_worker_that_died_is_an_error_in_one_line(start, models):

@@ -31,7 +31,7 @@ from workers import Fake
 from sm_nanogpt import ServiceError
 from sm_nanogpt.launcher.judge.score import losses
 from sm_nanogpt.launcher.judge.texts import Text, encode
-from sm_nanogpt.launcher.judge.worker import LONGEST_PROBLEM, Worker
+from sm_nanogpt.launcher.judge.worker import LONGEST_PROBLEM, PADDED_SIZE, Worker
 from sm_nanogpt.launcher.local import runs as local_runs
 from sm_nanogpt.launcher.local.confine import layers
 from sm_nanogpt.launcher.local.runs import Run, run_all
@@ -204,6 +204,16 @@ def test_a_model_that_does_not_answer_is_given_up(messages):
 def test_an_answer_that_is_too_long_is_not_read(messages):
     with pytest.raises(ServiceError, match="answers no more"):
         worker_that_sends(*messages).answer(max_bytes=4)
+
+
+@pytest.mark.parametrize("size", [len(LETTERS) - 1, PADDED_SIZE + 1])
+def test_a_model_has_about_as_many_logits_as_tokens(size):
+    """Its answers with many more would take more memory than the machine has."""
+    facts = json.dumps({"block_size": 8, "size": size, "chats": False}).encode()
+    worker = worker_that_sends(b"", facts)
+    worker.tokenizer = tokenizer_of(LETTERS)
+    with pytest.raises(ServiceError, match=f"{size} logits for {len(LETTERS)} tokens"):
+        worker.read_facts()
 
 
 def test_nested_directories_leave_no_try_without_a_verdict(tiny_search, judge):
