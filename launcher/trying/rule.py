@@ -7,7 +7,8 @@ than what the search looks for (at 2.5 %). Both may err: there are several looks
 runs are the same for all tries. So nothing is kept before fresh seeds, which no one has seen, say
 so again. That test, at 0.5 %, does not depend on the luck by which a change was chosen. The
 reported gain is that of the fresh pairs. If a kept change gains less than the search looks for, its
-gain is overstated, since only lucky ones pass.
+gain is overstated, since only lucky ones pass; if it seems to gain less than half of that, it is
+not kept, however sure this is.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ T975 = {4: 3.182, 8: 2.365, 16: 2.131, 32: 2.040, 64: 1.998}
 T995 = {4: 5.841, 8: 3.499, 16: 2.947, 32: 2.744, 64: 2.656}
 LOOKS = tuple(T95)
 MIN_FRESH_PAIRS = 32
+# Nats. A smaller gain can come from losses that look ahead by what the judge takes for rounding, or
+# at so few positions that it may miss them.
+LEAST_GAIN = 0.002
 FOUR_OF_FIVE = 0.84  # quantile of the normal distribution
 # The standard deviation of a pair's difference over that of a loss. At `quick`, losses that share a
 # seed correlate by 0.8, also with other initial weights: the order of the batches is most of it.
@@ -67,10 +71,12 @@ def screened(differences: Sequence[float], smallest_gain: float) -> str:
     return ""
 
 
-def is_confirmed(differences: Sequence[float]) -> bool:
-    """True if fresh pairs say that a change is better."""
+def is_confirmed(differences: Sequence[float], smallest_gain: float) -> bool:
+    """True if fresh pairs say that a change is better, and it gains enough to count."""
+    mean = fmean(differences)
     error = standard_error(differences)
-    return fmean(differences) + T995[len(differences)] * error < 0
+    counts = -mean >= max(LEAST_GAIN, smallest_gain / 2)
+    return counts and mean + T995[len(differences)] * error < 0
 
 
 def detectable_gains(deviation: float) -> dict[int, float]:
@@ -118,7 +124,7 @@ def decide(
     likely_gain = max(smallest_gain, -fmean(differences) / 2)
     n_fresh = max(MIN_FRESH_PAIRS, pairs_for(likely_gain, stdev(differences) / PAIRED))
     differences = fresh(min(n_fresh, looks[-1]))
-    verdict = "kept" if is_confirmed(differences) else "no better"
+    verdict = "kept" if is_confirmed(differences, smallest_gain) else "no better"
     return Decision(verdict, differences, are_fresh=True)
 
 

@@ -66,6 +66,19 @@ def test_a_change_that_gains_is_found(gain, min_share):
     assert fmean(change.holds_gain for change in kept) > 0.9
 
 
+@pytest.mark.parametrize(("gain", "smallest_gain"), [(0.002, 0.005), (0.001, 0.0001)])
+def test_a_gain_too_small_to_count_is_not_kept(gain, smallest_gain):
+    """However sure it is, as that of a folder whose runs are the base's and whose model looks ahead
+    by less than the judge takes for rounding."""
+
+    def certain(n: int) -> list[float]:
+        return [-gain - 1e-5 * (pair % 2) for pair in range(n)]
+
+    decision = rule.decide(certain, certain, rule.LOOKS, smallest_gain)
+    assert decision.are_fresh
+    assert decision.verdict == "no better"
+
+
 def losses_of(
     draw: random.Random, order: float = 0.0, weights: float = 0.0064
 ) -> tuple[list[float], list[float]]:
