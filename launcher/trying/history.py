@@ -2,6 +2,8 @@
 
 start      what the search is: text, hyperparameters, folder, ceiling
 seeds      seeds that were drawn, and what for
+begun      runs that were begun together on this machine
+anew       earlier runs of a folder do not count, since commands that made them were often killed
 run        the loss and the seconds of one folder and seed
 base       what the first folder loses, and by how much that varies
 reserved   what a job may cost, and its runs; settled: what it cost
@@ -21,6 +23,9 @@ from sm_nanogpt.launcher.files.ledger import Entry
 from sm_nanogpt.launcher.groups.ledger import GroupLedger
 
 LARGEST_SEED = 1 << 31
+# How often commands may be killed while they make runs of a folder: so many times, or once for so
+# many runs.
+MAX_KILLS, RUNS_PER_KILL = 3, 4
 
 
 class SearchLedger(GroupLedger):
@@ -57,18 +62,41 @@ class SearchLedger(GroupLedger):
 
     @property
     def runs(self) -> list[Entry]:
-        """The runs that count. A folder that was refused begins anew: else it could be tried until
-        each of its runs, which may depend on more than the seed, was lucky once."""
+        """The runs that count. A folder that was refused, or often killed, begins anew: else it
+        could be tried until each of its runs, which may depend on more than the seed, was lucky
+        once."""
         runs = list[Entry]()
         for entry in self.entries:
             if entry["kind"] == "run":
                 runs.append(entry)
-            elif entry["kind"] == "try" and entry["verdict"] == "refused":
+            elif begins_anew(entry):
                 runs = [run for run in runs if run["folder"] != entry["folder"]]
         return runs
 
     def runs_of(self, folder: str) -> list[Entry]:
         return [run for run in self.runs if run["folder"] == folder]
+
+    def kills_of(self, folder: str) -> int:
+        """How often commands were killed before runs of a folder that they had begun were judged,
+        since it began anew."""
+        n_kills = 0
+        unjudged = set[int]()  # seeds of the runs that were begun last
+        for entry in self.entries:
+            if entry["kind"] == "begun":
+                n_kills += bool(unjudged)
+                unjudged = {seed for sha256, seed in entry["runs"] if sha256 == folder}
+            elif entry["kind"] == "run" and entry["folder"] == folder:
+                unjudged.discard(entry["seed"])
+            elif begins_anew(entry) and entry["folder"] == folder:
+                n_kills = 0
+                unjudged = set()
+        return n_kills + bool(unjudged)
+
+    def is_often_killed(self, folder: str) -> bool:
+        """True if a folder's runs could be lucky by kills: one that waits to be killed, unless it
+        was lucky, is made again."""
+        n_runs = len(self.runs_of(folder))
+        return self.kills_of(folder) > max(MAX_KILLS, n_runs / RUNS_PER_KILL)
 
     # -- seeds ------------------------------------------------------------------------------------
 
@@ -103,6 +131,11 @@ class SearchLedger(GroupLedger):
             cost = cost_of(entry)
             if cost is not None:
                 self.settle(job_id, cost)
+
+
+def begins_anew(entry: Entry) -> bool:
+    """True for an entry after which no earlier run of its folder counts."""
+    return entry["kind"] == "anew" or (entry["kind"] == "try" and entry["verdict"] == "refused")
 
 
 def draw_seeds(n: int, used: set[int]) -> list[int]:

@@ -31,15 +31,23 @@ class LocalRuns:
         warn_of_unprotected()
 
     def train(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
+        at_once = len(self.gpus) or cores()
+        for start in range(0, len(runs), at_once):
+            yield from self.train_together(runs[start : start + at_once])
+
+    def train_together(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
+        """Make runs at the same time. The ledger says before that they begin: if this command is
+        killed, they are made again."""
         limit = self.search.budget.limit
         local_runs = []
         for run in runs:
             values = {**self.search.hyperparameters, "seed": run.seed}
             local_run = Run(run.source, values, self.search.text, limit=limit, is_isolated=True)
             local_runs.append(local_run)
+        self.search.ledger.add("begun", runs=[run.key for run in runs])
         # A model that is judged sees the judge's text, and must not signal it to a run: this could
         # write it into another model.
-        for index, ended in run_all(local_runs, cores(), self.gpus, in_groups=True):
+        for index, ended in run_all(local_runs, len(runs), self.gpus, in_groups=True):
             yield TriedRun(runs[index], ended.directory / "model", ended.seconds, ended.problem)
 
     def cost_of(self, entry: Entry) -> float:

@@ -256,6 +256,9 @@ class Search:
     def decide(self, source: Source, note: str) -> Entry:
         """The verdict on a folder, as the ledger has it."""
         self.check_new(source)
+        if self.ledger.is_often_killed(source.sha256):
+            self.report("its runs were killed again and again, so they begin anew")
+            self.ledger.add("anew", folder=source.sha256)
         base, cost_before = self.ledger.base, self.ledger.cost_of(source.sha256)
         with storage.errors_about(str(self.settings.home)):
             keep_source(source, self.settings)

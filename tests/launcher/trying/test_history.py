@@ -99,6 +99,26 @@ def test_seeds_are_drawn_once_and_only_those_that_lack(directory):
     assert [len(each) for each in drawn] == [4, 4]
 
 
+@pytest.mark.parametrize(
+    ("kills", "runs", "is_often"), [(3, 0, False), (4, 0, True), (8, 32, False), (9, 32, True)]
+)
+def test_a_folder_is_often_killed(directory, kills, runs, is_often):
+    """Three times, or once for four runs. A run could wait for a kill until it was lucky."""
+    ledger = SearchLedger(directory)
+    for seed in range(runs):
+        ledger.add("begun", runs=[("a", seed), ("b", seed)])
+        ledger.add("run", folder="a", seed=seed, loss=1.0)
+        ledger.add("run", folder="b", seed=seed, loss=1.0)
+    for _ in range(kills):
+        ledger.add("begun", runs=[("a", 99), ("b", 99)])
+        ledger.add("run", folder="a", seed=99, loss=1.0)
+    assert ledger.is_often_killed("b") == is_often
+    assert not ledger.is_often_killed("a")
+    ledger.add("anew", folder="b")
+    assert not ledger.is_often_killed("b")
+    assert ledger.runs_of("b") == []
+
+
 def add_many(directory: Path, who: int) -> None:
     ledger = SearchLedger(directory)
     for n in range(20):

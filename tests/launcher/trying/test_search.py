@@ -171,6 +171,19 @@ def test_a_killed_try_goes_on_with_its_runs_and_seeds(started, home, tmp_path, m
     assert seeds_of(home, fresh) == drawn
 
 
+def test_a_try_that_is_killed_again_and_again_begins_anew(started, home, tmp_path):
+    """A run that depends on more than its seed could wait for a kill until it was lucky."""
+    path = folder(tmp_path / "a", 0.05)
+    ledger, folder_hash = opened(home).ledger, Source.read(path).sha256
+    [seed, *_] = ledger.seeds(search.SHARED, 1)
+    ledger.add("run", folder=folder_hash, seed=seed, seconds=10.0, judge_seconds=3.0, loss=1.0)
+    for _ in range(4):
+        ledger.add("begun", runs=[(folder_hash, seed)])
+    ran = started("try", "run", str(path), "--group", "plays")
+    assert "its runs were killed again and again, so they begin anew" in ran.err
+    assert opened(home).ledger.losses[folder_hash, seed] > 1.5
+
+
 def test_each_use_of_seeds_has_its_own(started, home):
     ledger = opened(home).ledger
     a, b = ledger.seeds("a", 4), ledger.seeds("b", 8)
@@ -371,7 +384,7 @@ def test_a_kill_at_any_moment_is_as_none(
     entry = ledger.of("try")[0]  # later ones try the base against itself
     assert entry["verdict"] == "kept", entry
     assert ledger.base == source.sha256
-    runs = [(run["folder"], run["seed"]) for run in ledger.of("run")]
+    runs = [(run["folder"], run["seed"]) for run in ledger.runs]
     assert len({*runs}) == len(runs)
 
 
