@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import posixpath
 import re
 import shlex
@@ -22,6 +23,8 @@ from sm_nanogpt.launcher.text.messengers import (
 from sm_nanogpt.launcher.text.records import number_talks
 from sm_nanogpt.launcher.text.talks import Talk
 from sm_nanogpt.launcher.text.unpacking import Unpacking
+
+logger = logging.getLogger(__name__)
 
 SNIFF_BYTES = 512
 JSON_START = rb"(\xef\xbb\xbf)?\s*[\[{]"
@@ -46,16 +49,24 @@ def read_zip(file: IO[bytes], name: str, column: str) -> Iterator[tuple[str, Tal
             continue
         n_exports += 1
         yield from talks
+    if not n_exports and archive.unreadable:
+        raise InputError(archive.unreadable[0])
     if not n_exports:
         raise archive.error("has no chat that a known program exported", UNPACK)
+    for problem in archive.unreadable:
+        logger.warning(f"{problem}; it is left out")
     yield name, other_files
 
 
 class Archive:
-    """A zip archive, whose files are read one by one."""
+    """A zip archive, whose files are read one by one.
+
+    unreadable has a sentence about each file that should be JSON by its name, and is none.
+    """
 
     def __init__(self, file: IO[bytes], name: str) -> None:
         self.name = name
+        self.unreadable: list[str] = []
         try:
             self.archive = zipfile.ZipFile(file)
         except zipfile.BadZipFile as error:
@@ -103,13 +114,13 @@ class Archive:
             raise self.error(problem, UNPACK) from None
 
     def read_json(self, entry: zipfile.ZipInfo, shown: str) -> object:
-        """The value of a file; None if it is no JSON, and its name does not promise it."""
+        """The value of a file; None if it is no JSON."""
         try:
             return json.loads(self.read(entry))
         except (ValueError, RecursionError) as error:
-            if not entry.filename.lower().endswith(".json"):
-                return None
-            raise InputError(f"{shown}: not JSON that can be read ({error})") from None
+            if entry.filename.lower().endswith(".json"):
+                self.unreadable.append(f"{shown}: not JSON that can be read ({error})")
+            return None
 
     def people_beside(self, entry: zipfile.ZipInfo, people_file: str) -> dict[str, str]:
         """The names of people by their ids, from the file that Slack exports for them."""

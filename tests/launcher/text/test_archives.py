@@ -79,6 +79,16 @@ def test_other_files_of_an_archive_are_counted(tmp_path):
     assert conversations(path, me="Bob")[1].talks.left_out == {OTHER_FILE: 3}
 
 
+def test_json_that_nobody_can_read_beside_an_export_is_named(tmp_path, caplog):
+    """ChatGPT exports the files that one gave it."""
+    path = zip_of(tmp_path / "export.zip", {"conversations.json": CLAUDE, "file-1.json": "{a: 1}"})
+    found, skipped = conversations(path)
+    assert found == [CHAT]
+    assert skipped.talks.left_out == {OTHER_FILE: 1}
+    [message] = caplog.messages
+    assert "export.zip, file-1.json: not JSON" in message
+
+
 def test_a_zip_archive_of_anything_else_is_to_be_unpacked(tmp_path):
     path = zip_of(tmp_path / "notes.zip", {"notes.txt": "a"})
     with pytest.raises(InputError, match=r"has no chat .*unpack it: `unzip "):
