@@ -15,18 +15,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.text.chats import may_be_chat
 from sm_nanogpt.launcher.text.encodings import read_text
 from sm_nanogpt.launcher.text.talks import Talk
 from sm_nanogpt.launcher.text.unpacking import CHUNK
 
 ASSISTANT = "assistant"
-SLACK_FIELDS = (  # of its files without messages: lists of people, channels, and shared files
-    "members",
-    "profile",
-    "service_id",
-    "is_archived",
-    "filetype",
-)
+SLACK_FIELDS = ("members", "profile", "service_id", "is_archived")  # of its files without messages
 SLACK_PEOPLE = "../users.json"  # beside the folders of the channels
 SLACK_SIGN = re.compile(r"<([@#!]?)([^<>|]*)(?:\|([^<>]*))?>")
 DISCORD_MEDIA = {"attachments": "attached file", "stickers": "sticker"}  # lists of a message
@@ -46,12 +41,14 @@ WHATSAPP_LINE = re.compile(
     re.DOTALL,
 )
 WHATSAPP_START = (  # of a file, in bytes, as formats.py knows formats
-    rb"(\xef\xbb\xbf)?(\xe2\x80\x8e)?\[?(\d{1,4}[./-]\d{1,2}[./-]\d{1,4},|\d\d/\d\d/\d{4})"
-    rb" \d{1,2}[:.]\d\d([:.]\d\d)?"
+    rb"(\xef\xbb\xbf)?(\xe2\x80\x8e)?"
+    rb"(\[?\d{1,4}[./-]\d{1,2}[./-]\d{1,4}, \d{1,2}[:.]\d\d([:.]\d\d)?"
     rb"(( |\xc2\xa0|\xe2\x80\xaf)?[AaPp]\.?( |\xc2\xa0)?[Mm]\.?)?(\]| -) "
+    # Logs have dates without a comma, too: a name follows, or the note on how safe WhatsApp is.
+    rb"|\d\d/\d\d/\d{4} \d\d:\d\d - ([^\n:]{1,60}: |[^\n]*WhatsApp))"
 )
 WHATSAPP_FILE = re.compile(  # a photo, a recording, or a file, beside which a caption may stand
-    r"\A<[^<>\n]+>(\n|\Z)"
+    r"\A<[^<>\n]+>\Z|\A<\w+( \w+)+>\n"
     r"|\A[^\n]+ \((file attached|datei angehängt|fichier joint|archivo adjunto|arquivo anexado"
     r"|file allegato)\)(\n|\Z)"
     r"|\u200e<[^<>:]+: [^<>]+>"
@@ -263,12 +260,16 @@ def read_discord(value: dict[str, Any]) -> Iterator[Talk]:
 
 
 def is_slack(value: Any) -> bool:
-    """True for the messages of a day, and for Slack's lists of people, channels, and programs."""
+    """True for the messages of a day, and for Slack's lists of people, channels, files, and
+    programs, which have no texts."""
     if has_items(value, "type", "ts"):
         return True
     if has_items(value, "user_id", "change_type"):  # its log of programs
         return True
-    return has_items(value, "id") and any(field in value[0] for field in SLACK_FIELDS)
+    if not has_items(value, "id") or "text" in value[0] or may_be_chat(set(value[0])):
+        return False
+    is_file = has_items(value, "created", "filetype")
+    return is_file or any(field in value[0] for field in SLACK_FIELDS)
 
 
 def read_slack(items: list[Any]) -> Iterator[Talk]:
@@ -379,8 +380,10 @@ def add_whatsapp_message(talk: Talk, lines: list[str], day: int) -> None:
         talk.left_out["note of the service"] += 1
     elif WHATSAPP_DELETED.fullmatch(text.strip("\u200e ")):
         talk.left_out["deleted message"] += 1
-    elif "\u200e" in text:  # before what the program writes: a note, or the pages of a file
-        talk.left_out["note of the service"] += not n_files
+    elif n_files and "\u200e" in text:  # the name and the pages of a file, which is counted
+        return
+    elif text.startswith("\u200e"):  # the mark before what the program writes
+        talk.left_out["note of the service"] += 1
     elif text or not n_files:
         seconds = day * 86_400 + time_of_day(match)
         talk.add(author.strip("\u200e\u202a\u202c~ \u202f"), text, seconds)

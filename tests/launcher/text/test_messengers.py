@@ -11,6 +11,7 @@ import pytest
 from sm_nanogpt import InputError
 from sm_nanogpt.launcher.text.corpus import upload_data
 from sm_nanogpt.launcher.text.documents import documents_in
+from sm_nanogpt.launcher.text.messengers import talks_in
 from sm_nanogpt.launcher.text.reading import detect_file
 from sm_nanogpt.launcher.text.skipped import Skipped
 
@@ -153,16 +154,36 @@ def test_a_file_of_whatsapp_without_a_caption_is_left_out(tmp_path, text):
     assert skipped.talks.left_out == {"photo, recording, or file": 1}
 
 
-def test_whatsapps_date_may_have_no_comma(tmp_path):
+@pytest.mark.parametrize("text", ["Call \u200e+49 30 1234!", "<html>\n<body>"])
+def test_what_people_write_in_whatsapp_stays(tmp_path, text):
+    """Also the mark of WhatsApp's own words, which keyboards and telephone numbers have, too."""
+    lines = f"12/03/24, 14:05 - Ann: {text}\n12/03/24, 14:06 - Bob: Fine.\n"
+    (tmp_path / "chat.txt").write_text(lines, "utf-8")
+    found, skipped = conversations(tmp_path / "chat.txt", me="Bob")
+    assert found == [[f"user\n{text}", "assistant\nFine."]]
+    assert not skipped.talks.left_out
+
+
+@pytest.mark.parametrize("note", ["", "12/03/2024 14:05 - Nem o WhatsApp pode ler.\n"])
+def test_whatsapps_date_may_have_no_comma(tmp_path, note):
     lines = "12/03/2024 14:05 - Ann: How are you?\n12/03/2024 14:06 - Bob: Fine.\n"
-    (tmp_path / "chat.txt").write_text(lines)
+    (tmp_path / "chat.txt").write_text(note + lines)
     assert conversations(tmp_path / "chat.txt", me="Bob")[0] == [
         ["user\nHow are you?", "assistant\nFine."]
     ]
 
 
-def test_a_log_with_times_is_no_chat_of_whatsapp(tmp_path):
-    (tmp_path / "a.txt").write_text("2024-03-12 14:05:33 - start: now\n" * 9)
+LOGS = [
+    "2024-03-12 14:05:33 - start: now\n",
+    "12/03/2024 14:05:33 - INFO: started\n",
+    "[12/03/2024 14:05:33] INFO: started\n",
+    "12/03/2024 14:05 - Went to the sea\n",
+]
+
+
+@pytest.mark.parametrize("line", LOGS)
+def test_a_log_with_times_is_no_chat_of_whatsapp(tmp_path, line):
+    (tmp_path / "a.txt").write_text(line * 9)
     assert detect_file(tmp_path / "a.txt").format.is_plain
 
 
@@ -317,6 +338,19 @@ def test_the_lists_of_slack_hold_no_messages(tmp_path, value):
     found, skipped = conversations(write_json(tmp_path / "a.json", value))
     assert found == []
     assert not skipped.counts
+
+
+RECORDS: list[dict[str, Any]] = [
+    {"id": 1, "filetype": "md", "content": "To be"},
+    {"id": 1, "created": 2, "filetype": "md", "text": "To be"},
+    {"id": 1, "profile": "a", "text": "To be"},
+    {"id": 1, "members": 2, "messages": [{"role": "user", "content": "Hi"}]},
+]
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_records_with_a_field_of_slack_are_records(record):
+    assert talks_in([record], "a.json") is None
 
 
 # -- whose messages --------------------------------------------------------------------------------
