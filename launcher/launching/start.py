@@ -262,7 +262,7 @@ def with_whole_windows(request: Request, text: Channel) -> Request:
 def with_fitting_steps(request: Request, text: Channel) -> Request:
     """The request with fewer steps, if a start from a model would read its text too often.
 
-    What the user or a preset says of the steps stays.
+    What the user or a preset says of the steps stays, also of a warm-up that takes more of them.
     """
     is_open = request.init_from is not None and request.preset is None and request.size is None
     if not is_open or text.upload is None:
@@ -272,6 +272,8 @@ def with_fitting_steps(request: Request, text: Channel) -> Request:
     if not memorizes(config, n_tokens):
         return request
     steps = steps_for(config, n_tokens)
+    if steps < getattr(config, "warmup_steps", 0):
+        return request
     logger.info(f"max_steps={steps}, to read the text {READINGS} times")
     values = {**request.hyperparameters, "max_steps": steps}
     return request.model_copy(update={"hyperparameters": values})

@@ -122,6 +122,7 @@ def text(tokens: int, chats: bool = False) -> dict[str, Channel]:
         ({"init_from": "JOB"}, 2_000, 10),  # 250 steps of 768 tokens would read it 96 times
         ({"init_from": "JOB"}, 1_000_000, None),
         ({"init_from": "JOB", "preset": "quick"}, 2_000, None),
+        ({"init_from": "JOB", "hyperparameters": {"warmup_steps": 20}}, 2_000, None),
         ({}, 2_000, None),
     ],
 )
