@@ -92,9 +92,14 @@ class OutputFile(click.Path):
 
 def check_output_file(path: Path) -> None:
     """Raise InputError if no file can be written there, or what is there is no file."""
-    if not path.parent.is_dir():
+    try:
+        has_directory = path.parent.is_dir()
+        is_other = path.is_symlink() or (path.exists() and not path.is_file())
+    except OSError as error:  # the name is too long, or the user may not look there
+        raise InputError(f"{path}: {error.strerror}; name another one") from None
+    if not has_directory:
         raise InputError(f"{path}: {path.parent} is no directory; make it, or name another one")
-    if path.is_symlink() or (path.exists() and not path.is_file()):
+    if is_other:
         raise InputError(f"{path}: not a regular file; name another one")
 
 

@@ -289,3 +289,8 @@ def test_a_file_is_written_to_no_new_directory(cli, command):
     ran = cli(*command.split(), "typo/a.html")
     assert ran.failed(2, "typo/a.html: typo is no directory")
     assert not Path("typo").exists()
+
+
+@pytest.mark.parametrize("command", ["report latest -o", "play latest --save"])
+def test_a_name_that_no_file_can_have_is_an_input_error(cli, command):
+    assert cli(*command.split(), "a" * 300).failed(2, "File name too long; name another one")
