@@ -26,7 +26,7 @@ LOOKS = tuple(T95)
 MIN_FRESH_PAIRS = 32
 # Nats. A smaller gain can come from losses that look ahead by what the judge takes for rounding, or
 # at so few positions that it may miss them.
-LEAST_GAIN = 0.002
+MIN_GAIN = 0.002
 FOUR_OF_FIVE = 0.84  # quantile of the normal distribution
 # The standard deviation of a pair's difference over that of a loss. At `quick`, losses that share a
 # seed correlate by 0.8, also with other initial weights: the order of the batches is most of it.
@@ -75,8 +75,8 @@ def is_confirmed(differences: Sequence[float], smallest_gain: float) -> bool:
     """True if fresh pairs say that a change is better, and it gains enough to count."""
     mean = fmean(differences)
     error = standard_error(differences)
-    counts = -mean >= max(LEAST_GAIN, smallest_gain / 2)
-    return counts and mean + T995[len(differences)] * error < 0
+    is_large_enough = -mean >= max(MIN_GAIN, smallest_gain / 2)
+    return is_large_enough and mean + T995[len(differences)] * error < 0
 
 
 def detectable_gains(deviation: float) -> dict[int, float]:
