@@ -36,6 +36,8 @@ SCRIPT = Path(__file__).with_name("model_page.js")
 # White space as Unicode and Python's `regex` have it; JavaScript's \s has U+FEFF and lacks U+0085.
 SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # groups of flags are new in JavaScript
+# The same without flags; the long s of old prints is an s without its case.
+CONTRACTIONS_BY_CASE = "'(?:[sS\u017ftTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
 
 SLOW_PARAMETERS = 30_000_000  # with more, a browser writes slower than one reads
 GZIP = 31  # its header and its largest window, as zlib counts
@@ -250,7 +252,7 @@ def tokenizer_of(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def javascript_pattern(pattern: str) -> str:
     """One of the encoder's PATTERNS as an expression of JavaScript with the flag u."""
-    pattern = pattern.replace(CONTRACTIONS, "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])")
+    pattern = pattern.replace(CONTRACTIONS, CONTRACTIONS_BY_CASE)
     pattern = pattern.replace(r"[^\s", f"[^{SPACE}").replace(r"\S", f"[^{SPACE}]")
     return pattern.replace(r"\s", f"[{SPACE}]")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hard_strings import EXPRESSIONS, hard_strings, library_ids, split_by
 from jobs import file_rows, sibling
 from launching import settings_of
+from model_pages import CONFIGS, page_case, with_model
 from models import lively, tokenizer_of
 from served import LETTERS, Site, served
 
@@ -517,6 +520,26 @@ def test_a_saved_page_writes_the_greedy_text_of_the_sampler(saved):
     saved.locator(".status", has_text="1,000 characters").wait_for()
     columns = stream_samples(lively(), tokenizer_of(LETTERS), "abc", 1000, temperature=0)
     assert written(saved) == ["abc" + "".join(piece for (piece,) in columns)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_engine_writes_the_same_ids_in_a_browser(name, tokenizer, saved):
+    """With exact weights, as our sampler, and with rounded ones, as our engine on these."""
+    case = page_case(name, tokenizer)
+    assert saved.evaluate(with_model(case.page, case.greedy_code)) == case.greedy_ids
+    page, ids = case.rounded(bits=5)
+    assert saved.evaluate(with_model(page, case.greedy_code)) == ids
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_a_browser_encodes_text_as_the_library(name, tokenizer, saved):
+    tokenizer = split_by(tokenizer, EXPRESSIONS[name])
+    strings = hard_strings()
+    page = page_of(lively(), {}, tokenizer, "a model", {})
+    code = f"{json.dumps(strings)}.map((text) => tokenizer.encode(text))"
+    ids = saved.evaluate(with_model(page, code))
+    expected = library_ids(tokenizer, strings)
+    assert [strings[n] for n in range(len(strings)) if ids[n] != expected[n]] == []
 
 
 def test_a_saved_page_asks_nothing_of_a_network(saved, chromium):

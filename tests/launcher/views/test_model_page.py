@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 import subprocess
@@ -12,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from hard_strings import EXPRESSIONS, hard_strings, library_ids, library_pieces, split_by
 from jobs import copy_job
-from models import lively, tokenizer_of
+from model_pages import CONFIGS, GREEDY, LETTERS, greedy_ids, page_case, with_model
+from models import lively
 from playwright._impl._driver import compute_driver_executable
 
 from sm_nanogpt import Job
@@ -22,18 +23,11 @@ from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.entry_point.text import Tokenizer
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.models.chat import Chat, Message
-from sm_nanogpt.launcher.models.encoder import GPT2, QWEN35, published_tokenizer
-from sm_nanogpt.launcher.models.engine import generate
 from sm_nanogpt.launcher.models.quantization import quantize_model, with_quantized_weights
-from sm_nanogpt.launcher.models.sample import encode_prompt
-from sm_nanogpt.launcher.text.reading import detect_file
-from sm_nanogpt.launcher.text.tokenizer import END_OF_TEXT, learn_tokenizer
+from sm_nanogpt.launcher.text.tokenizer import END_OF_TEXT
 from sm_nanogpt.launcher.views import saved_page
 from sm_nanogpt.launcher.views.model_page import PageMoment, page_of
 from sm_nanogpt.launcher.views.saved_page import PageDraft, save_page
-
-LETTERS = tokenizer_of("abcdefghij\n")
-N_IDS = 200  # far beyond the contexts of the models here
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +37,6 @@ def few_samples(monkeypatch):
     monkeypatch.setattr(saved_page, "SAMPLE_TOKENS", 20)
 
 
-CONFIGS = {
-    "plain": Config(n_layer=2, n_head=2, n_embd=16, block_size=8),
-    "shared keys": Config(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, block_size=16),
-    "tied": Config(n_layer=1, n_head=2, n_embd=16, block_size=8, tie_embeddings=True),
-    "norm weights": Config(n_layer=2, n_head=2, n_embd=16, block_size=8, norm_weights=True),
-}
-
-
 def node() -> str:
     return shutil.which("node") or str(compute_driver_executable()[0])
 
@@ -58,133 +44,51 @@ def node() -> str:
 def run(page: str, code: str, tmp_path: Path) -> Any:
     """What `code`, an expression of JavaScript, gives with the model of a page."""
     script = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)[0].split("// -- the page")[0]
-    (packed,) = re.findall(r'class="model"[^>]*>([^<]*)<', page)
     program = tmp_path / "program.js"
     program.write_text(
-        f"{script}\n(async () => {{\n"
-        f"const {{ header, tensors }} = unpack(await decompress({json.dumps(packed)}));\n"
-        "const model = new Model(header, tensors);\n"
-        "const tokenizer = new Tokenizer(header.tokenizer);\n"
-        f"console.log(JSON.stringify({code}));\n}})();\n"
+        f"{script}\n{with_model(page, code)}"
+        ".then((result) => console.log(JSON.stringify(result)));\n"
     )
     done = subprocess.run([node(), str(program)], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
-GREEDY = """(() => {
-  const ids = [];
-  for (const _ of model.read(%s));
-  while (ids.length < %d) {
-    ids.push(argmax(model.logits));
-    model.forward(ids.at(-1));
-  }
-  return ids;
-})()"""
-
-
-def greedy_ids(model: GPT, prompt: list[int], count: int) -> list[int]:
-    ids = generate(model, torch.tensor([prompt]), count, temperature=0.0)
-    return [int(id) for id in ids]
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_page_writes_what_the_sampler_writes(name, tokenizer, tmp_path):
+    case = page_case(name, tokenizer)
+    assert run(case.page, case.greedy_code, tmp_path) == case.greedy_ids
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_page_writes_what_the_sampler_writes(name, tmp_path):
-    model = lively(CONFIGS[name])
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    page = page_of(model, weights, LETTERS, "a model", {})
-    prompt = [3, 1, 4, 1, 5]
-    ids = run(page, GREEDY % (prompt, N_IDS), tmp_path)
-    assert ids == greedy_ids(model, prompt, N_IDS)
+def test_the_page_computes_with_the_quantized_weights(name, tokenizer, tmp_path):
+    case = page_case(name, tokenizer)
+    page, ids = case.rounded(bits=5)
+    assert run(page, case.greedy_code, tmp_path) == ids
 
 
-def test_the_page_computes_with_the_quantized_weights(tmp_path):
-    model = lively(CONFIGS["plain"])
-    parameters = quantize_model(model, bits=4)
-    page = page_of(model, parameters, LETTERS, "a model", {})
-    ids = run(page, GREEDY % ([1], 100), tmp_path)
-    assert ids == greedy_ids(with_quantized_weights(model, parameters), [1], 100)
-
-
-# What tokenizers are known to split differently: spaces, numbers, marks, emoji, contractions.
-STRINGS = [
-    "Once upon a time",
-    "  two  spaces,   three",
-    "a line\nand another\r\n\r\n  indented\n",
-    "tabs\t\tand no-break\xa0spaces\u2003and\u3000wide ones",
-    "next line\x85and a byte order mark\ufeffinside",
-    "I'm, YOU'LL, they've; don'T 'S",
-    "1234567 3.14 2026-11-29 ①½",
-    "naïve café, cafe\u0301",
-    "हिन्दी में ไทย العربية",
-    "漢字とかな",
-    "🙂🚀👩‍🚀",
-    "def f(x):\n    return {x: [1, 2]}  # !?...",
-    "<|endoftext|> is text here",
-    "trailing space ",
-    " ",
-    "\n",
-]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(text, tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "input.txt"
-    path.write_text(text[:200_000] + "\n".join(STRINGS), encoding="utf-8")
-    return learn_tokenizer([detect_file(path)], 600)
-
-
-def split_by(tokenizer: Tokenizer, pattern: str) -> Tokenizer:
-    """The tokenizer with another expression that splits a text."""
-    by_pattern = {
-        "type": "Split",
-        "pattern": {"Regex": pattern},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    by_bytes = tokenizer.document["pre_tokenizer"]["pretokenizers"][-1]
-    steps = {"type": "Sequence", "pretokenizers": [by_pattern, by_bytes]}
-    return Tokenizer({**tokenizer.document, "pre_tokenizer": steps}, END_OF_TEXT)
-
-
-@pytest.mark.parametrize("chats", [False, True])
-def test_the_page_continues_a_text_as_the_sampler(chats, tokenizer, tmp_path):
-    """Of a model of tokens, and a conversation, whose prompt the page encodes by itself."""
-    tokenizer = Tokenizer(tokenizer.document, END_OF_TEXT, chats=chats)
-    config = Config(n_layer=2, n_head=2, n_embd=32, block_size=64)
-    model = lively(config, vocabulary_size=len(tokenizer))
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    page = page_of(model, weights, tokenizer, "a model", {})
-    if chats:
-        prompt = Chat(model, tokenizer).fit([Message("user", "How are you?")], 1).ids
-        messages = '[{role: "user", content: "How are you?"}]'
-        code = f"tokenizer.encodeConversation({messages}, 64, 1).ids"
-    else:
-        prompt = encode_prompt(tokenizer, "How are you?", 64)
-        code = """tokenizer.encode("How are you?")"""
-    assert run(page, GREEDY % (code, N_IDS), tmp_path) == greedy_ids(model, prompt, N_IDS)
-
-
-def random_strings(count: int) -> list[str]:
-    """Texts of characters that expressions put into different classes."""
-    characters = (
-        "aZé\u0301ßЖ漢かไहि٣①½19 \t\n\r\x0b\x85\xa0\u2028\u200b\u3000\ufeff'’.,!_-<|>s🙂\u200d"
-    )
-    generator = random.Random(7)
-    return [
-        "".join(generator.choices(characters, k=generator.randint(1, 40))) for _ in range(count)
-    ]
-
-
-@pytest.mark.parametrize("pattern", [GPT2, QWEN35], ids=["GPT-2", "Qwen3.5"])
-def test_the_page_encodes_text_as_the_library(pattern, tokenizer, text, tmp_path):
-    tokenizer = split_by(tokenizer, pattern)
-    strings = [*STRINGS, *random_strings(600), text[-2000:]]
+@pytest.mark.parametrize("normalizer", [None, "NFC"])
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_the_page_encodes_text_as_the_library(name, normalizer, tokenizer, text, tmp_path):
+    tokenizer = split_by(tokenizer, EXPRESSIONS[name], normalizer)
+    strings = [*hard_strings(), text[-2000:]]
     page = page_of(lively(), {}, tokenizer, "a model", {})
     code = f"{json.dumps(strings)}.map((text) => tokenizer.encode(text))"
-    encodings = published_tokenizer(tokenizer.document).encode_batch(
-        strings, add_special_tokens=False
-    )
-    assert run(page, code, tmp_path) == [encoding.ids for encoding in encodings]
+    ids = run(page, code, tmp_path)
+    expected = library_ids(tokenizer, strings)
+    assert [strings[n] for n in range(len(strings)) if ids[n] != expected[n]] == []
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_the_page_splits_text_as_the_library(name, tokenizer, tmp_path):
+    """Also where no merge shows it in the ids."""
+    tokenizer = split_by(tokenizer, EXPRESSIONS[name])
+    strings = hard_strings()
+    page = page_of(lively(), {}, tokenizer, "a model", {})
+    code = f"""{json.dumps(strings)}.map((text) =>
+        Array.from(text.matchAll(tokenizer.pattern), ([piece]) => piece))"""
+    pieces = run(page, code, tmp_path)
+    expected = [library_pieces(tokenizer, text) for text in strings]
+    assert [p for p, e in zip(pieces, expected, strict=True) if p != e] == []
 
 
 def test_the_page_reads_a_conversation_as_the_chat(tokenizer, tmp_path):
@@ -239,7 +143,7 @@ def test_the_page_names_characters_that_the_model_lacks(tmp_path):
 
 
 def test_the_prompt_of_a_conversation_is_read_once(tmp_path):
-    model = lively(CONFIGS["shared keys"])
+    model = lively(CONFIGS["grouped heads"])
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     page = page_of(model, weights, LETTERS, "a model", {})
     first, second = [1, 2, 3, 4], [1, 2, 3, 5, 6]
@@ -252,7 +156,7 @@ def test_the_prompt_of_a_conversation_is_read_once(tmp_path):
 
 
 def test_each_moment_writes_what_the_sampler_writes(tmp_path):
-    end, earlier = lively(CONFIGS["plain"]), lively(CONFIGS["plain"])
+    end, earlier = lively(CONFIGS["characters"]), lively(CONFIGS["characters"])
     with torch.no_grad():
         for parameter in earlier.parameters():
             parameter.copy_(parameter.flip(0))
