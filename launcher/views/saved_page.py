@@ -23,7 +23,12 @@ from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.ids import content_of
 from sm_nanogpt.launcher.values import megabytes
 from sm_nanogpt.launcher.views.model_card import card_for
-from sm_nanogpt.launcher.views.model_page import PageMoment, check_model, page_of
+from sm_nanogpt.launcher.views.model_page import (
+    PageMoment,
+    check_model,
+    page_of,
+    tokenizer_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +67,12 @@ def save_model_page(
     """Write the model of a directory as save_page does, with all that is known of it here.
 
     name is what the user calls the model: a job, or a directory. job is the job that made it, or
-    None if no job did; without its text, a warning says what is not measured.
+    None if no job did; without its text, a warning says what is not measured. Raises InputError if
+    there are no moments to show.
     """
+    moments = read_moments(directory, model)
+    if n_moments is not None and n_moments > 1 and not moments:
+        raise InputError(f"the run kept no moments; train one with moments={n_moments}")
     draft = PageDraft(
         model,
         tokenizer,
@@ -73,7 +82,7 @@ def save_model_page(
         bits=bits,
     )
     limit = job.page_limit if job else None
-    return save_page(draft, path, limit, read_moments(directory, model), n_moments)
+    return save_page(draft, path, limit, moments, n_moments)
 
 
 def save_page(
@@ -89,11 +98,8 @@ def save_page(
     than they should, unless the draft says how many. The page shows `n_moments` of the moments, of
     which the model is the last; by default as many as the limit, or else MOMENTS_BYTES, allows.
 
-    Raises InputError if it cannot be so small, there are no moments to show, its tokenizer is of a
-    kind that the page does not know, or the file cannot be written.
+    Raises InputError if it cannot be so small, or the file cannot be written.
     """
-    if n_moments is not None and n_moments > 1 and not moments:
-        raise InputError(f"the run kept no moments; train one with moments={n_moments}")
     if limit is not None and draft.bits is None:
         draft.take_fewer_bits(limit)
     draft.measure_copies()
@@ -115,7 +121,8 @@ def save_page(
 class PageDraft:
     """The page of a model, whose weights may still lose bits.
 
-    Raises InputError if an edited folder computes the model.
+    Raises InputError if an edited folder computes the model, or its tokenizer is of a kind that the
+    page does not know.
     """
 
     model: GPT
@@ -129,6 +136,7 @@ class PageDraft:
 
     def __post_init__(self) -> None:
         check_model(self.model)
+        tokenizer_of(self.tokenizer)
         self.rounding = round_weights(self.model, self.corpus, self.bits)
 
     def content(self, moments: Sequence[Moment] = ()) -> bytes:

@@ -219,6 +219,26 @@ def test_a_page_without_moments_says_so(job, cli):
     assert not Path("b.html").exists()
 
 
+def no_measuring(*_: object) -> None:
+    pytest.fail("the rounding is measured before the page is refused")
+
+
+def test_moments_of_a_run_that_kept_none_are_refused_at_once(job, monkeypatch):
+    shutil.rmtree(Path(Job(job.job_id).model()) / "moments")
+    monkeypatch.setattr(saved_page, "round_weights", no_measuring)
+    with pytest.raises(InputError, match="moments=4"):
+        Job(job.job_id).page("b.html", moments=4)
+
+
+def test_a_tokenizer_of_another_kind_is_refused_at_once(tokenizer, monkeypatch):
+    monkeypatch.setattr(saved_page, "round_weights", no_measuring)
+    steps = [{"type": "Digits"}, *tokenizer.document["pre_tokenizer"]["pretokenizers"]]
+    splitter = {"type": "Sequence", "pretokenizers": steps}
+    by_digits = Tokenizer({**tokenizer.document, "pre_tokenizer": splitter}, END_OF_TEXT)
+    with pytest.raises(InputError, match="cannot split text"):
+        PageDraft(lively(), by_digits, None, "a model", {})
+
+
 @pytest.mark.parametrize(
     "options",
     [["--bits", "5"], ["--moments", "5"], ["latest", "--save", "a.html"]],
