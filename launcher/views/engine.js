@@ -82,19 +82,19 @@ class Model {
     this.config = header.config;
     this.weights = readTensors(header, bytes);
     const c = this.config;
-    const width = (n) => new Float32Array(n);
-    this.x = width(c.n_embd);
-    this.normed = width(c.n_embd);
-    this.added = width(c.n_embd);
-    this.qkv = width((c.n_head + 2 * c.n_kv_head) * c.head_dim);
-    this.attended = width(c.n_head * c.head_dim);
-    this.gateUp = width(2 * c.hidden_dim);
-    this.hidden = width(c.hidden_dim);
-    this.logits = width(c.vocab_size);
-    this.scores = width(c.block_size);
-    const kept = c.block_size * c.n_kv_head * c.head_dim;
-    this.keys = Array.from({ length: c.n_layer }, () => width(kept));
-    this.values = Array.from({ length: c.n_layer }, () => width(kept));
+    const vector = (length) => new Float32Array(length);
+    this.x = vector(c.n_embd);
+    this.normed = vector(c.n_embd);
+    this.added = vector(c.n_embd);
+    this.qkv = vector((c.n_head + 2 * c.n_kv_head) * c.head_dim);
+    this.attended = vector(c.n_head * c.head_dim);
+    this.gateUp = vector(2 * c.hidden_dim);
+    this.hidden = vector(c.hidden_dim);
+    this.logits = vector(c.vocab_size);
+    this.scores = vector(c.block_size);
+    const cacheSize = c.block_size * c.n_kv_head * c.head_dim; // of a layer
+    this.keys = Array.from({ length: c.n_layer }, () => vector(cacheSize));
+    this.values = Array.from({ length: c.n_layer }, () => vector(cacheSize));
     this.frequencies = Array.from({ length: c.head_dim / 2 },
       (_, i) => Math.fround(c.rope_theta ** (-2 * i / c.head_dim)));
     this.clear();
@@ -158,25 +158,26 @@ class Model {
     }
     const width = n_kv_head * head_dim; // of the keys of a position
     const slot = this.position % block_size;
-    const keyStart = n_head * head_dim;
-    this.keys[layer].set(qkv.subarray(keyStart, keyStart + width), slot * width);
-    this.values[layer].set(qkv.subarray(keyStart + width, keyStart + 2 * width), slot * width);
+    const queryWidth = n_head * head_dim;
+    this.keys[layer].set(qkv.subarray(queryWidth, queryWidth + width), slot * width);
+    this.values[layer].set(qkv.subarray(queryWidth + width), slot * width);
     const nPositions = Math.min(this.position + 1, block_size);
+    const headsPerKey = n_head / n_kv_head; // which share keys and values
     for (let head = 0; head < n_head; head++) {
-      const shared = Math.floor(head / (n_head / n_kv_head)) * head_dim; // of keys and values
-      this.attendWithHead(this.keys[layer], this.values[layer], head * head_dim, shared, nPositions);
+      const keyStart = Math.floor(head / headsPerKey) * head_dim; // in each position
+      this.attendWithHead(this.keys[layer], this.values[layer], head * head_dim, keyStart, nPositions);
     }
     multiply(w[`${block}attention.out.weight`], this.attended, this.added);
   }
 
-  attendWithHead(keys, values, queryStart, shared, nPositions) {
+  attendWithHead(keys, values, queryStart, keyStart, nPositions) {
     const { n_kv_head, head_dim } = this.config;
     const width = n_kv_head * head_dim;
     const scores = this.scores;
     let largest = -Infinity;
     for (let position = 0; position < nPositions; position++) {
       let score = 0;
-      const start = position * width + shared;
+      const start = position * width + keyStart;
       for (let i = 0; i < head_dim; i++) score += this.qkv[queryStart + i] * keys[start + i];
       scores[position] = score / Math.sqrt(head_dim);
       largest = Math.max(largest, scores[position]);
@@ -189,7 +190,7 @@ class Model {
     this.attended.fill(0, queryStart, queryStart + head_dim);
     for (let position = 0; position < nPositions; position++) {
       const share = scores[position] / sum;
-      const start = position * width + shared;
+      const start = position * width + keyStart;
       for (let i = 0; i < head_dim; i++) this.attended[queryStart + i] += share * values[start + i];
     }
   }
@@ -233,10 +234,10 @@ function draw(logits, { temperature, topK = 0, topP = 1 }, random = Math.random)
   if (temperature === 0) return argmax(logits);
   const probabilities = softmax(logits, temperature);
   const sum = topK > 0 || topP < 1 ? keepLikeliest(probabilities, topK, topP) : 1;
-  let rest = random() * sum;
+  let remaining = random() * sum;
   for (let id = 0; id < probabilities.length; id++) {
-    rest -= probabilities[id];
-    if (rest < 0) return id;
+    remaining -= probabilities[id];
+    if (remaining < 0) return id;
   }
   return argmax(probabilities); // rounding left a little
 }
@@ -307,15 +308,22 @@ class Tokenizer {
     const bytes = byteString(piece);
     if (this.unit === "characters") return [this.idOfWord.get(bytes)];
     const ids = Array.from(bytes, (byte) => this.idOfWord.get(byte));
-    for (;;) {
-      let best = null, at = 0;
-      for (let i = 0; i + 1 < ids.length; i++) {
-        const merge = this.merges.get(ids[i] * this.words.length + ids[i + 1]);
-        if (merge && (!best || merge.rank < best.rank)) [best, at] = [merge, i];
-      }
-      if (!best) return ids;
-      ids.splice(at, 2, best.id);
+    let next = this.firstMerge(ids);
+    while (next) {
+      ids.splice(next.index, 2, next.merge.id);
+      next = this.firstMerge(ids);
     }
+    return ids;
+  }
+
+  // The merge of the lowest rank that two neighbors have, and where they are; null if none has one.
+  firstMerge(ids) {
+    let first = null;
+    for (let index = 0; index + 1 < ids.length; index++) {
+      const merge = this.merges.get(ids[index] * this.words.length + ids[index + 1]);
+      if (merge && (!first || merge.rank < first.merge.rank)) first = { index, merge };
+    }
+    return first;
   }
 
   // The ids of a message, in ChatML.
@@ -334,11 +342,10 @@ class Tokenizer {
     const turns = others.map((message) => this.encodeMessage(message));
     const room = contextSize - Math.min(nNew, Math.floor(contextSize / 4)) - answer.length
       - instruction.length;
-    let nDropped = 0;
-    const size = () => turns.slice(nDropped).reduce((sum, turn) => sum + turn.length, 0);
-    while (size() > room) {
-      do nDropped += 1; while (nDropped < others.length && others[nDropped].role !== "user");
-      if (nDropped < others.length) continue;
+    // A conversation begins with its first message, or with a later one of the user.
+    const starts = Array.from(turns.keys()).filter((i) => i === 0 || others[i].role === "user");
+    const nDropped = starts.find((start) => turns.slice(start).flat().length <= room);
+    if (nDropped === undefined) {
       const share = isInstructed ? `, of which the instruction takes ${instruction.length}` : "";
       throw new Error(`The message is too long for a context of ${contextSize} tokens${share}.`);
     }

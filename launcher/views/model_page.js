@@ -193,59 +193,73 @@ class Column {
   }
 
   // Writes after the prompt of these settings, until its end or until the signal.
-  async write({ prompt, system, stop, ...settings }, signal) {
-    const question = { role: "user", content: prompt };
-    const request = { ...settings, prompt };
-    if (this.header.chats) {
-      const instruction = system.trim() ? [{ role: "system", content: system }] : [];
-      request.messages = [...instruction, ...this.messages, question];
-    }
-    const element = this.show(prompt);
+  async write(settings, signal) {
+    const element = this.show(settings.prompt);
     this.newest = { element, nMessages: this.messages.length };
     this.scroll();
     this.report("reading the prompt", "progress");
-    const began = performance.now();
-    let written = "";
+    const startTime = performance.now();
     let problem = "";
     try {
-      const { tokens, nDropped } = await this.model.start(request, signal);
-      this.showDropped(nDropped);
-      let reportTime = began;
-      for await (const { text, likely } of tokens) {
-        const isDue = performance.now() > reportTime; // to measure what is drawn takes long
-        const isAtEnd = isDue && this.isAtEnd();
-        written += text;
-        if (text) {
-          const span = append(element, "span", "token", text);
-          span.tabIndex = -1;
-          span.likely = likely;
-        }
-        if (stop && written.includes(stop)) {
-          written = written.slice(0, written.indexOf(stop));
-          cut(element, written.length);
-          break;
-        }
-        if (isAtEnd) this.scroll();
-        if (!isDue) continue;
-        this.report(speed(written, began, settings.seed), "progress");
-        reportTime = performance.now() + REPORT;
-      }
+      await this.appendTokens(element, settings, signal, startTime);
     } catch (error) {
       const isGone = this.header.served && error instanceof TypeError;
       problem = isGone ? "The server does not answer." : error.message;
     }
     if (!element.isConnected) return; // another text is there
-    if (signal.aborted) this.report(`stopped: ${speed(written, began, settings.seed)}`);
+    const text = element.textContent;
+    const summary = speed(text.length, startTime, settings.seed);
+    if (signal.aborted) this.report(`stopped: ${summary}`);
     else if (problem) this.report(problem, "error");
-    else this.report(written ? speed(written, began, settings.seed) : "The text is empty.");
-    if (!this.header.chats) return;
-    if (written) {
-      this.messages.push(question, { role: "assistant", content: written });
-    } else { // the question can be asked again
-      element.previousElementSibling.remove();
-      element.remove();
-      find("prompt").value ||= prompt;
+    else this.report(text ? summary : "The text is empty.");
+    if (this.header.chats) this.endTurn(element, settings.prompt, text);
+  }
+
+  // What the model gets: the settings with the prompt, or with the messages of a conversation.
+  requestOf({ prompt, system, stop, ...settings }) {
+    if (!this.header.chats) return { ...settings, prompt };
+    const instruction = system.trim() ? [{ role: "system", content: system }] : [];
+    const question = { role: "user", content: prompt };
+    return { ...settings, messages: [...instruction, ...this.messages, question] };
+  }
+
+  // Appends what the model writes to an element, until the stop string or the end of the text.
+  async appendTokens(element, settings, signal, startTime) {
+    const { tokens, nDropped } = await this.model.start(this.requestOf(settings), signal);
+    this.showDropped(nDropped);
+    const { stop, seed } = settings;
+    let written = "";
+    let reportTime = startTime;
+    for await (const { text, likely } of tokens) {
+      const isDue = performance.now() > reportTime; // to measure what is drawn takes long
+      const follows = isDue && this.isAtEnd();
+      if (text) {
+        const span = append(element, "span", "token", text);
+        span.tabIndex = -1;
+        span.likely = likely;
+      }
+      written += text;
+      if (stop && written.includes(stop)) {
+        cut(element, written.indexOf(stop));
+        return;
+      }
+      if (follows) this.scroll();
+      if (isDue) {
+        this.report(speed(written.length, startTime, seed), "progress");
+        reportTime = performance.now() + REPORT;
+      }
     }
+  }
+
+  // Adds a question and its answer to the messages. One without an answer can be asked again.
+  endTurn(element, question, answer) {
+    if (answer) {
+      this.messages.push({ role: "user", content: question }, { role: "assistant", content: answer });
+      return;
+    }
+    element.previousElementSibling.remove();
+    element.remove();
+    find("prompt").value ||= question;
   }
 
   isAtEnd() {
@@ -257,10 +271,11 @@ class Column {
   }
 }
 
-function speed(written, began, seed) {
-  const perSecond = written.length / (performance.now() - began) * 1000;
+// How much was written since a time, and how fast.
+function speed(nCharacters, startTime, seed) {
+  const perSecond = nCharacters / (performance.now() - startTime) * 1000;
   const rate = perSecond.toLocaleString("en", { maximumFractionDigits: perSecond < 10 ? 1 : 0 });
-  return `${written.length.toLocaleString("en")} characters, ${rate} a second, seed ${seed}`;
+  return `${nCharacters.toLocaleString("en")} characters, ${rate} a second, seed ${seed}`;
 }
 
 // Leaves the first `length` characters of an element of tokens.
@@ -299,23 +314,26 @@ function hideLikely() {
   find("likely").hidden = true;
 }
 
-// A whole number of the form, which shows `otherwise` if it has a smaller one than `smallest`, or none.
-function wholeNumber(id, smallest, otherwise) {
-  const value = Math.floor(Number(find(id).value));
-  if (find(id).value.trim() && value >= smallest) return value;
-  find(id).value = otherwise;
-  return otherwise;
+// The whole number in a field of the form. A field with none, or with one below `min`, shows the
+// default from now on.
+function readWholeNumber(id, min, defaultValue) {
+  const field = find(id);
+  const value = Math.floor(Number(field.value));
+  if (field.value.trim() && value >= min) return value;
+  field.value = defaultValue;
+  return defaultValue;
 }
 
 function readSettings() {
   const escapes = { n: "\n", t: "\t" };
+  const isSeeded = find("seed").value.trim();
   return {
     prompt: find("prompt").value,
     temperature: Number(find("temperature").value),
-    length: wholeNumber("length", 1, 500),
-    topK: wholeNumber("top-k", 0, 0),
+    length: readWholeNumber("length", 1, 500),
+    topK: readWholeNumber("top-k", 0, 0),
     topP: Number(find("top-p").value),
-    seed: find("seed").value.trim() ? wholeNumber("seed", 0, 0) : Math.floor(Math.random() * 2 ** 31),
+    seed: isSeeded ? readWholeNumber("seed", 0, 0) : Math.floor(Math.random() * 2 ** 31),
     stop: find("stop").value.replace(/\\([nt\\])/g, (_, name) => escapes[name] ?? name),
     system: find("system").value,
   };
@@ -331,32 +349,38 @@ class Page {
 
   describe() {
     find("columns").append(...this.columns.map((column) => column.article));
-    const [{ header, article }] = this.columns;
-    const titles = this.columns.map((column) => column.header.title);
-    document.title = titles.join(", ");
-    find("title").textContent = header.title;
-    find("facts").textContent = this.columns[0].facts();
-    article.querySelector("header").hidden = true;
-    if (this.columns.length > 1) {
-      document.body.classList.add("several");
-      find("title").textContent = "Side by side";
-      const task = this.chats ? "the same message, answered" : "the same prompt, continued";
-      find("facts").textContent = `${task} by ${this.columns.length} models`;
-      article.querySelector("header").hidden = false;
-    }
-    if (this.chats) {
-      find("columns").after(find("form")); // a message is typed below the conversation
-      find("prompt-label").textContent = "Message";
-      find("prompt").rows = 2;
-      find("prompt").placeholder = "Shift+Enter breaks the line";
-      find("write").textContent = "Send";
-      find("anew").hidden = false;
-      find("system").parentElement.hidden = false;
-    }
+    document.title = this.columns.map((column) => column.header.title).join(", ");
+    if (this.columns.length > 1) this.describeSeveral();
+    else this.describeOne();
+    if (this.chats) this.arrangeAsChat();
     if (this.columns.every((column) => column.header.tokenizer.unit === "characters"))
       find("length-label").textContent = "Characters at most";
     find("write").disabled = false;
     find("prompt").focus({ preventScroll: true });
+  }
+
+  describeOne() {
+    const [column] = this.columns;
+    find("title").textContent = column.header.title;
+    find("facts").textContent = column.facts();
+    column.article.querySelector("header").hidden = true;
+  }
+
+  describeSeveral() {
+    const task = this.chats ? "the same message, answered" : "the same prompt, continued";
+    find("title").textContent = "Side by side";
+    find("facts").textContent = `${task} by ${this.columns.length} models`;
+    document.body.classList.add("several");
+  }
+
+  arrangeAsChat() {
+    find("columns").after(find("form")); // a message is typed below the conversation
+    find("prompt-label").textContent = "Message";
+    find("prompt").rows = 2;
+    find("prompt").placeholder = "Shift+Enter breaks the line";
+    find("write").textContent = "Send";
+    find("anew").hidden = false;
+    find("system").parentElement.hidden = false;
   }
 
   async write() {
@@ -410,36 +434,42 @@ class Page {
     });
     find("end").addEventListener("click", () => this.stop());
     find("anew").addEventListener("click", () => this.startAnew());
+    document.addEventListener("keydown", (event) => this.pressKey(event));
     for (const slider of document.querySelectorAll("form input[type=range]"))
       slider.addEventListener("input", () => {
         find(`${slider.id}-value`).textContent = slider.value;
       });
-    document.addEventListener("keydown", (event) => {
-      const sends = this.chats && event.target.id === "prompt" && !event.shiftKey && !event.isComposing;
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey || sends)) {
-        event.preventDefault();
-        this.write();
-      } else if (event.key === "Escape") {
-        this.stop();
-        hideLikely();
-      }
-    });
+
     const texts = find("columns");
     for (const kind of ["click", "mouseover", "focusin"])
       texts.addEventListener(kind, (event) => showLikely(event.target));
     texts.addEventListener("mouseleave", hideLikely);
     texts.addEventListener("focusout", hideLikely);
+    texts.addEventListener("keydown", moveToToken);
     document.addEventListener("scroll", hideLikely, true);
-    texts.addEventListener("keydown", (event) => { // arrows go from token to token
-      const sibling = { ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling" }[event.key];
-      if (!sibling) return;
-      const isBox = event.target.classList.contains("text");
-      const next = isBox ? event.target.querySelector(".token") : event.target[sibling];
-      if (!next?.classList.contains("token")) return;
-      event.preventDefault();
-      next.focus();
-    });
   }
+
+  pressKey(event) {
+    const sends = this.chats && event.target.id === "prompt" && !event.shiftKey && !event.isComposing;
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey || sends)) {
+      event.preventDefault();
+      this.write();
+    } else if (event.key === "Escape") {
+      this.stop();
+      hideLikely();
+    }
+  }
+}
+
+// Arrow keys go from a text to its first token, and from token to token.
+function moveToToken(event) {
+  const sibling = { ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling" }[event.key];
+  if (!sibling) return;
+  const isText = event.target.classList.contains("text");
+  const token = isText ? event.target.querySelector(".token") : event.target[sibling];
+  if (!token?.classList.contains("token")) return;
+  event.preventDefault();
+  token.focus();
 }
 
 async function checkModel(base64, sha256) {

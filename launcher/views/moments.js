@@ -5,16 +5,16 @@ const MOMENT_SECONDS = 3; // that each text gets while one watches
 class MomentSlider {
   // `readers` read the weights of all moments but the last, which is the model itself.
   constructor(page, article, model, header, readers) {
+    const finalWeights = model.model.weights;
     this.page = page;
     this.model = model;
     this.header = header;
-    this.weights = [...readers, async () => this.end];
-    this.end = model.model.weights;
+    this.readers = [...readers, async () => finalWeights];
     this.moments = header.moments;
     this.box = article.querySelector(".moments");
     this.slider = this.box.querySelector("input");
     this.button = this.box.querySelector("button");
-    this.watch = 0; // the number of the time that it is watched
+    this.watching = null; // the AbortController of the tour through all moments
     this.describe();
     this.slider.addEventListener("input", () => {
       this.stopWatching();
@@ -86,9 +86,9 @@ class MomentSlider {
     this.show(index);
     this.page.stop();
     try {
-      const weights = await this.weights[index]();
+      const weights = await this.readers[index]();
       if (this.index !== index) return; // another one was chosen
-      this.weights[index] = async () => weights;
+      this.readers[index] = async () => weights; // from now on
       this.model.model.weights = weights;
       this.model.model.clear();
     } catch (error) {
@@ -97,27 +97,34 @@ class MomentSlider {
     await this.page.rewrite();
   }
 
-  // Goes through all moments, each for some seconds.
-  async toggleWatching() {
-    if (this.button.textContent === "Stop watching") {
+  toggleWatching() {
+    if (this.watching) {
       this.page.stop();
-      return this.stopWatching();
+      this.stopWatching();
+    } else {
+      this.watchTraining();
     }
-    const watch = ++this.watch;
+  }
+
+  // Goes through all moments, each for some seconds.
+  async watchTraining() {
+    this.watching = new AbortController();
+    const { signal } = this.watching;
     this.button.textContent = "Stop watching";
-    for (let index = 0; index < this.moments.length; index++) {
+    const last = this.moments.length - 1;
+    for (let index = 0; index <= last; index++) {
       this.slider.value = index;
-      const written = this.choose(index);
-      if (index < this.moments.length - 1)
-        await new Promise((resolve) => setTimeout(resolve, MOMENT_SECONDS * 1000));
-      else await written;
-      if (watch !== this.watch) return;
+      const writing = this.choose(index);
+      if (index < last) await new Promise((resolve) => setTimeout(resolve, MOMENT_SECONDS * 1000));
+      else await writing;
+      if (signal.aborted) return;
     }
     this.stopWatching();
   }
 
   stopWatching() {
-    this.watch += 1;
+    this.watching?.abort();
+    this.watching = null;
     this.button.textContent = "Watch";
   }
 }
