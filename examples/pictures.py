@@ -175,7 +175,7 @@ def draw_page(studio: Studio) -> None:
 def draw_moments(studio: Studio) -> None:
     """The same page with its slider, at an early moment of the training."""
     file = shakespeare(studio).page(studio.directory / "moments.html", moments=8)
-    with browse(file.as_uri(), 900, 1000) as page:
+    with browse(file.as_uri(), 900, 1300) as page:
         write(page, "ROMEO:", 250)
         page.fill("#moment", "2")
         page.wait_for_selector("#end:enabled")

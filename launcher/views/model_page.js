@@ -5,6 +5,7 @@ const TURN = 25; // milliseconds of computing until the browser may draw
 const LONGEST_TURN = 100; // where drawing takes long
 const REPORT = 100; // milliseconds between two reports of the speed
 const N_LIKELY = 5;
+const SIDE_BY_SIDE = 900; // pixels from which two columns are; below, one is under the other
 
 function append(parent, name, className = "", text = "") {
   const element = document.createElement(name);
@@ -371,6 +372,8 @@ class Page {
     find("title").textContent = "Side by side";
     find("facts").textContent = `${task} by ${this.columns.length} models`;
     document.body.classList.add("several");
+    if (innerWidth >= SIDE_BY_SIDE) return;
+    for (const column of this.columns) column.part("about").open = false; // the next text follows
   }
 
   arrangeAsChat() {

@@ -225,10 +225,10 @@ def test_the_keyboard_reaches_what_a_report_offers(report, visit):
 # -- play -----------------------------------------------------------------------------------------
 
 
-def open_play(visit: Any, site: Site) -> Page:
-    """The page of a server, with its models."""
+def open_play(visit: Any, site: Site, **options: Any) -> Page:
+    """The page of a server, with its models, in a browser with these options."""
     address = f"http://127.0.0.1:{site.port}/"
-    page = visit(f"{address}?token=secret", within=f"{re.escape(address)}.*")
+    page = visit(f"{address}?token=secret", within=f"{re.escape(address)}.*", **options)
     page.locator("#write:enabled").wait_for()
     return page
 
@@ -487,6 +487,14 @@ def test_a_message_to_a_chat_and_a_plain_model_is_sent_once(directory, visit):
 def test_the_page_of_play_fits_a_phone(play):
     play.set_viewport_size({"width": 390, "height": 800})
     assert play.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.parametrize("width, is_open", [(390, False), (1300, True)])
+def test_the_text_of_a_model_follows_that_of_another(width, is_open, site, visit):
+    """On a phone, where it stands below, what is said of the first does not part them."""
+    page = open_play(visit, site, viewport={"width": width, "height": 800})
+    states = {box.get_attribute("open") is not None for box in page.locator(".about").all()}
+    assert states == {is_open}
 
 
 @pytest.fixture
