@@ -28,7 +28,6 @@ from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
 from sm_nanogpt.launcher.sagemaker.cost import Prices, usd
 from sm_nanogpt.launcher.sagemaker.stack import Stack, find_stack, has_succeeded, notebook_role
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.tracking import TrackedJob
 
 OK = "ok"
 WARNING = "warning"
@@ -102,7 +101,7 @@ def check_training(context: Context) -> Answer:
         settings = context.settings.model_copy(update={"home": Path(directory), "store": ""})
         start_time = time.monotonic()
         request = Request(instance=LOCAL, data=str(text), hyperparameters=hyperparameters)
-        job = prepare(request, settings, TrackedJob).submit()
+        job = prepare(request, settings).submit()
         try:
             description = job.wait_for_end(timeout=TRAINING_TIMEOUT)
         finally:

@@ -24,9 +24,8 @@ from sm_nanogpt.launcher.forecast import forecasting
 from sm_nanogpt.launcher.groups.plan import plan_sweep
 from sm_nanogpt.launcher.groups.run import begin_sweep
 from sm_nanogpt.launcher.job import FULL_ID, Expected, Request
+from sm_nanogpt.launcher.launching import launch as launching
 from sm_nanogpt.launcher.launching.forecasts import Forecast
-from sm_nanogpt.launcher.launching.launch import Plan
-from sm_nanogpt.launcher.launching.launch import prepare as prepare_job
 from sm_nanogpt.launcher.models import fetch
 from sm_nanogpt.launcher.sagemaker.cost import check_confirmed
 from sm_nanogpt.launcher.settings import Settings, load_settings
@@ -242,6 +241,14 @@ class Job(TrackedJob):
         return card(now, curve)
 
 
+class Plan(launching.Plan):
+    """A job that is complete, checked and priced. It can be submitted, once."""
+
+    def submit(self, confirmed: bool = False) -> Job:
+        super().submit(confirmed)
+        return Job(self.job_id, self.settings)
+
+
 def path_or_none(path: str | Path | None) -> Path | None:
     return None if path is None else path_of(plain(path))
 
@@ -259,14 +266,15 @@ def with_full_ids(request: Request, settings: Settings) -> Request:
     return request.model_copy(update=ids)
 
 
-def prepare(request: Request, settings: Settings | None = None) -> Plan[Job]:
+def prepare(request: Request, settings: Settings | None = None) -> Plan:
     """Complete, check and price a job. A path as data is uploaded when the job is submitted.
 
     Without data it uses the last upload; with `resume`, fields that are left out come from that
     job. Raises InputError if the job cannot run.
     """
     settings = settings or load_settings()
-    return prepare_job(with_full_ids(request, settings), settings, Job)
+    plan = launching.prepare(with_full_ids(request, settings), settings)
+    return Plan(**vars(plan))
 
 
 def launch(request: Request, settings: Settings | None = None, confirmed: bool = False) -> Job:

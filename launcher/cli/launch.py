@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from sm_nanogpt.launcher.job import Request
     from sm_nanogpt.launcher.launching.launch import Plan
     from sm_nanogpt.launcher.settings import Settings
-    from sm_nanogpt.launcher.tracking import TrackedJob
 
 
 @click.command("launch", cls=Command)
@@ -319,7 +318,6 @@ def launch_sweep(options: LaunchOptions, settings: Settings) -> None:
 def launch_job(options: LaunchOptions, settings: Settings) -> None:
     """`launch`: start a job, print its id, and follow it if it runs here."""
     from sm_nanogpt.launcher.launching.launch import prepare
-    from sm_nanogpt.launcher.tracking import TrackedJob
 
     if options.parallel:
         raise InputError("--parallel is for jobs of a sweep; add --sweep or --seeds")
@@ -328,7 +326,7 @@ def launch_job(options: LaunchOptions, settings: Settings) -> None:
     request = options.request()
     if options.dry_run:
         settings = settings.with_offline(True)
-    plan = prepare(request, settings, TrackedJob)
+    plan = prepare(request, settings)
     if options.dry_run:
         print_json(plan.request)
         return
@@ -359,7 +357,7 @@ def note_sweep_of(job_id: str) -> None:
         note(f"{job_id} continues alone; its sweep continues with `{again}`")
 
 
-def submit(plan: Plan[TrackedJob]) -> None:
+def submit(plan: Plan) -> None:
     """Start a job, and print its id and the link to the console."""
     job_id = plan.job_id
     stops = f"`{command('stop', job_id)}` stops it{cost_note(plan)}"
@@ -378,7 +376,7 @@ def submit(plan: Plan[TrackedJob]) -> None:
             note(f"console: {link}")
 
 
-def cost_note(plan: Plan[TrackedJob]) -> str:
+def cost_note(plan: Plan) -> str:
     """What a job costs that goes on after Ctrl-C, as a part of a line; '' on this machine."""
     if not plan.backend.bills:
         return ""

@@ -29,7 +29,6 @@ from sm_nanogpt.launcher.launching.launch import Plan, new_job_id, prepare
 from sm_nanogpt.launcher.launching.names import attempt_of, member_id, number_of, suffix_of
 from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.tracking import TrackedJob
 
 DEFAULT_SEED = 1337
 
@@ -48,11 +47,11 @@ class SweepPlan:
     settings: Settings
     ledger: GroupLedger
     tries: Tries
-    plans: dict[int, Plan[TrackedJob]] = field(default_factory=dict)
+    plans: dict[int, Plan] = field(default_factory=dict)
     unaffordable: dict[int, CeilingTooLow] = field(default_factory=dict)
     lock: IO[str] | None = None
     # Its texts and its folder are those of all.
-    first: Plan[TrackedJob] | None = field(default=None, init=False)
+    first: Plan | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.ledger.ceiling = self.sweep.ceiling
@@ -152,7 +151,7 @@ class SweepPlan:
             return False
         return True
 
-    def prepare_member(self, number: int, amount: float = math.inf) -> Plan[TrackedJob]:
+    def prepare_member(self, number: int, amount: float = math.inf) -> Plan:
         """The next job of a member, checked. It continues the last try if that left a checkpoint.
 
         amount: USD that the job itself may cost. Raises CeilingTooLow if even the shortest run
@@ -177,7 +176,7 @@ class SweepPlan:
             texts = {name: channels[name] for name in ("data", "validation") if name in channels}
             if not resumed:
                 request._source = self.first.job.source
-        plan = prepare(request, self.settings, TrackedJob, job_id, texts)
+        plan = prepare(request, self.settings, job_id, texts)
         self.first = self.first or plan
         return plan
 

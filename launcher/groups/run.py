@@ -24,7 +24,6 @@ from sm_nanogpt.launcher.launching.launch import Plan
 from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import keep_source
-from sm_nanogpt.launcher.tracking import TrackedJob
 
 logger = logging.getLogger(__name__)
 
@@ -97,14 +96,14 @@ class GroupRun:
         self.backend = backend
         self.settings = settings
         self.parallel = parallel
-        self.plans = dict[int, Plan[TrackedJob]]()
+        self.plans = dict[int, Plan]()
         self.waiting = list[int]()
         self.running = dict[int, str]()
         self.quota_wait = QuotaWait()
         self.needs_money = False  # the next job waits for what a running one may give back
         self.pending = set[str]()  # jobs that wait for capacity, which was logged
 
-    def add(self, number: int, plan: Plan[TrackedJob]) -> None:
+    def add(self, number: int, plan: Plan) -> None:
         """Add a job to start."""
         self.plans[number] = plan
         self.waiting.append(number)
@@ -179,12 +178,12 @@ class GroupRun:
         self.running[number] = plan.job_id
         return Event(number, plan.job_id, continued=plan.job.resume)
 
-    def reserve(self, number: int, plan: Plan[TrackedJob]) -> None:
+    def reserve(self, number: int, plan: Plan) -> None:
         """Note in the ledger what a job may cost. Raises OverCeiling."""
         amount = own_worst_cost(plan.job, self.settings)
         self.ledger.reserve(plan.job_id, amount, number=number)
 
-    def send(self, plan: Plan[TrackedJob]) -> None:
+    def send(self, plan: Plan) -> None:
         """Submit a job whose texts were uploaded."""
         plan.backend.parallel = self.parallel
         replace(plan, channels={}).submit(confirmed=True)

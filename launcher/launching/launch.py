@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from sm_nanogpt.launcher.backends import Backend, rents_gpus
 from sm_nanogpt.launcher.errors import InputError, about
@@ -28,18 +28,14 @@ from sm_nanogpt.launcher.tracking import TrackedJob
 logger = logging.getLogger(__name__)
 
 
-JobT = TypeVar("JobT", bound=TrackedJob)
-
-
 @dataclass
-class Plan(Generic[JobT]):
+class Plan:
     """A job that is complete, checked and priced. It can be submitted, once.
 
     job has every choice made; request is what CreateTrainingJob gets, empty on this machine. In
     USD, worst_cost is for a job that runs to its time limit, infinity if its price is unknown, and
     ceiling what somebody allowed. placement is what the backend decided, whose settings have the
-    store and role that the job uses. channels are by the fields of the job. job_class is what
-    `submit` returns.
+    store and role that the job uses. channels are by the fields of the job.
     """
 
     job_id: str
@@ -51,8 +47,7 @@ class Plan(Generic[JobT]):
     channels: Mapping[str, Channel] = field(repr=False)
     backend: Backend = field(repr=False)
     settings: Settings = field(repr=False)
-    job_class: type[JobT] = field(repr=False)
-    submitted: bool = field(default=False, init=False, repr=False)
+    submitted: bool = field(default=False, repr=False)
 
     @property
     def is_of_chats(self) -> bool:
@@ -70,7 +65,7 @@ class Plan(Generic[JobT]):
                     logger.info(f"upload: {channel.shown} to {channel.uri}")
                 corpus.send(channel.upload, channel.sources, self.backend.settings, progress)
 
-    def submit(self, confirmed: bool = False) -> JobT:
+    def submit(self, confirmed: bool = False) -> TrackedJob:
         """Upload the texts, start the job, and return it.
 
         If this is interrupted, the job may run all the same, and cost money: `library.job` finds
@@ -89,16 +84,15 @@ class Plan(Generic[JobT]):
             keep_source(self.job.source, self.backend.settings)
         self.submitted = True
         self.backend.submit(self.job_id, self.job, self.placement, self.request)
-        return self.job_class(self.job_id, self.settings)
+        return TrackedJob(self.job_id, self.settings)
 
 
 def prepare(
     request: Request,
     settings: Settings,
-    job_class: type[JobT],
     job_id: str | None = None,
     texts: Texts | None = None,
-) -> Plan[JobT]:
+) -> Plan:
     """Make a Request into a job that is complete, checked and priced. Changes nothing in the store.
 
     texts: the channels of a plan with the same texts, which are not read again.
@@ -125,7 +119,6 @@ def prepare(
         channels=channels,
         backend=backend,
         settings=settings,
-        job_class=job_class,
     )
 
 

@@ -30,6 +30,7 @@ from sm_nanogpt.launcher.groups.run import Event, GroupRun
 from sm_nanogpt.launcher.instances import count_gpus
 from sm_nanogpt.launcher.job import DEFAULT_RUN_SECONDS, SEARCH_VARIABLE, Request
 from sm_nanogpt.launcher.launching import launch
+from sm_nanogpt.launcher.launching.launch import Plan
 from sm_nanogpt.launcher.local import confine, syscalls
 from sm_nanogpt.launcher.models import fetch
 from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
@@ -39,7 +40,6 @@ from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.text import corpus
 from sm_nanogpt.launcher.text.channels import Channel
 from sm_nanogpt.launcher.text.reading import files_in
-from sm_nanogpt.launcher.tracking import TrackedJob
 from sm_nanogpt.launcher.trying import driver
 from sm_nanogpt.launcher.trying.budget import MAX_SIZE
 from sm_nanogpt.launcher.trying.history import SearchLedger
@@ -47,8 +47,6 @@ from sm_nanogpt.launcher.trying.runs import SeededRun, TriedRun
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.trying.search import Search
-
-Plan = launch.Plan[TrackedJob]
 
 UNKNOWN_SECONDS = 3600  # after which a job that AWS does not know will never be there
 # Seconds of a job's time limit besides its runs.
@@ -293,7 +291,7 @@ class SageMakerRuns(GroupRun):
             network_isolation=True,
         )
         request._source = self.folder(runs, seconds)
-        return launch.prepare(request, settings, TrackedJob, job_id, {"data": text})
+        return launch.prepare(request, settings, job_id, {"data": text})
 
     @property
     def measured(self) -> Entry | None:

@@ -131,4 +131,4 @@ def test_a_job_of_a_moved_home_goes_on(home, text_file, tmp_path):
 def test_a_resumed_job_takes_its_text_from_another_store(home, job, text_file, tmp_path):
     uri = upload_data(text_file, Settings(home=home, store=str(tmp_path / "another"))).uri
     request = Request(resume=job.job_id, data=uri, hyperparameters={"max_steps": 20})
-    assert prepare(request, Settings(home=home), TrackedJob).job.data == uri
+    assert prepare(request, Settings(home=home)).job.data == uri

@@ -113,9 +113,7 @@ def ran(home, monkeypatch):
         def with_costs(jobs: list[JobDescription], settings: Settings) -> list[JobDescription]:
             return [replace(job, cost=cost_of(job.job_id)) for job in jobs]
 
-        def prepare(
-            job: Request, settings: Settings, job_class: Any, job_id: str, texts: Any
-        ) -> Prepared:
+        def prepare(job: Request, settings: Settings, job_id: str, texts: Any) -> Prepared:
             prepared.append(job)
             if job.resume in used_up or (job.max_cost or shortest_cost) < shortest_cost:
                 raise CeilingTooLow("even a run of 60 s costs more")

@@ -23,7 +23,6 @@ from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
 from sm_nanogpt.launcher.settings import load_settings
 from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.text import corpus
-from sm_nanogpt.launcher.tracking import TrackedJob
 
 
 def uri(version: str, gpu: bool = True) -> str:
@@ -207,9 +206,7 @@ tags = {team = "a", cost-center = "7"}
     request = dry(options.split(), "--tag", "team=b")
     other = {"Subnets": ["subnet-2"], "SecurityGroupIds": ["sg-2"]}
     assert facts(request) == (other, False, False, {"team": "b", "cost-center": "7"})
-    local = prepare(
-        Request(instance="local", data=str(short_text_file)), load_settings(), TrackedJob
-    ).job
+    local = prepare(Request(instance="local", data=str(short_text_file)), load_settings()).job
     assert not local.network_isolation
     monkeypatch.setenv("SM_NANOGPT_SUBNETS", '["subnet-3"]')
     assert dry()["VpcConfig"]["Subnets"] == ["subnet-3"]

@@ -13,7 +13,6 @@ from sm_nanogpt import Request, Settings, upload_data
 from sm_nanogpt.launcher.launching.launch import prepare
 from sm_nanogpt.launcher.text import repeats
 from sm_nanogpt.launcher.text.repeats import RUN, repeated_share, sampled_ranges
-from sm_nanogpt.launcher.tracking import TrackedJob
 
 
 def words(seed: int, count: int = 9000) -> str:
@@ -82,7 +81,7 @@ def prepare_launch(data: Path, home: Path, validation: Path | None = None) -> No
         validation=None if validation is None else str(validation),
         hyperparameters=launching.TINY,
     )
-    prepare(request, Settings(home=home), TrackedJob)
+    prepare(request, Settings(home=home))
 
 
 def test_a_text_that_stands_twice_is_said_at_launch(home, twice, caplog):

@@ -155,7 +155,7 @@ def aws(monkeypatch, tmp_path):
     """A search's ledger in tmp_path, and the Aws that its jobs run on."""
     aws, numbers = Aws(), itertools.count()
 
-    def prepare(request: Any, settings: Any, job_class: Any, job_id: str, texts: Any) -> Any:
+    def prepare(request: Any, settings: Any, job_id: str, texts: Any) -> Any:
         worst = HOURLY * (request.max_run + OVERHEAD_SECONDS) / 3600
         job = SimpleNamespace(
             worst_cost=worst,
