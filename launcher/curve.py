@@ -150,7 +150,8 @@ def sketch(points: Sequence[tuple[float, float]], width: int = 60, height: int =
     """Draws a curve as lines of text: `width` x `height` characters and the labels of both axes."""
     values = [value for _, value in points]
     low, high = min(values), max(values)
-    n_columns, n_rows = width * DOTS_ACROSS, height * DOTS_DOWN
+    n_columns = width * DOTS_ACROSS
+    n_rows = height * DOTS_DOWN
     cells = [[0] * width for _ in range(height)]
     last_row = None
     for column, value in enumerate(interpolate(points, n_columns)):

@@ -80,7 +80,8 @@ class JobDescription:
     def best_bits_per_byte(self) -> float | None:
         """The lowest validation loss in bits for each byte of text."""
         metrics = self.metrics or {}
-        newest_loss, newest_bits = metrics.get("val_loss"), metrics.get("bits_per_byte")
+        newest_loss = metrics.get("val_loss")
+        newest_bits = metrics.get("bits_per_byte")
         if not newest_bits or not newest_loss or not self.best_loss:
             return None
         return float(newest_bits * self.best_loss / newest_loss)

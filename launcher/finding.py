@@ -247,7 +247,8 @@ def is_part(text: str, job_id: str) -> bool:
 
 def newest(jobs: Jobs, lacks: Lack) -> JobDescription | None:
     """The first of these jobs that lacks nothing; where there is none, the first."""
-    first, problem = None, ""
+    first = None
+    problem = ""
     for job in jobs:
         lack = lacks(job)
         if not lack:

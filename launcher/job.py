@@ -200,7 +200,8 @@ class Request(TrainingRequest):
 
     def config(self, world_size: int, base: Mapping[str, Scalar] | None = None) -> Any:
         """The script's Config; base replaces the defaults."""
-        source, base = self.source, base and dict(base)
+        source = self.source
+        base = base and dict(base)
         values = json.dumps([self.preset, self.hyperparameters, base])
         with about("hyperparameters", self.hyperparameters), source.running():
             if values not in source.configs:

@@ -233,12 +233,13 @@ class Job(TrackedJob):
 
     def _repr_html_(self) -> str:
         try:
-            now, curve = self.describe(), None
+            description = self.describe()
+            curve = None
             with suppress(ServiceError):  # that of an old job may have expired
                 curve = self.curve()
         except LauncherError as error:
             return f"<pre>{escape(str(error))}</pre>"
-        return card(now, curve)
+        return card(description, curve)
 
 
 class Plan(launching.Plan):

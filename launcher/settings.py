@@ -205,7 +205,8 @@ def invalid_setting(error: ValidationError, arguments: Container[str]) -> InputE
     A setting that is not one of the arguments came from a variable or from config.toml.
     """
     details = error.errors()[0]
-    name, value = str(details["loc"][0]), details["input"]
+    name = str(details["loc"][0])
+    value = details["input"]
     if details["type"] == "extra_forbidden":
         problem = no_such_setting(name.lower(), Settings.model_fields)
     else:

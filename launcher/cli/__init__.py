@@ -216,7 +216,7 @@ def message_of(error: Exception) -> str:
 
 
 def usage_message(error: click.ClickException) -> str:
-    """The message of click, and which help to read."""
+    """The message of click, a hint, and the command whose help says more."""
     message = " ".join(error.format_message().split())
     context = getattr(error, "ctx", None)
     if context is None:

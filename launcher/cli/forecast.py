@@ -70,11 +70,11 @@ def print_sizes(result: Forecast) -> None:
     """Print a row for each size, with a column for each instance type."""
     from sm_nanogpt.launcher.backends import backend_class
 
-    names = list(result.rows[0].seconds)
+    instances = list(result.rows[0].seconds)
     headings = []
-    for name in names:
-        is_slowed = result.busy and backend_class(name).shares_cores
-        headings.append(f"{name}*" if is_slowed else name)
+    for instance in instances:
+        is_estimated = result.busy and backend_class(instance).shares_cores
+        headings.append(f"{instance}*" if is_estimated else instance)
     table = [["SIZE", "PARAMETERS", "READINGS", "VAL_LOSS", "80 % INTERVAL", "BITS/BYTE"]]
     table[0] += headings
     for row in result.rows:
@@ -86,7 +86,8 @@ def print_sizes(result: Forecast) -> None:
             interval_of(row),
             f"{row.bits_per_byte:.3f}",
         ]
-        cells += [time_and_cost(row.seconds[name], row.dollars.get(name)) for name in names]
+        for instance in instances:
+            cells.append(time_and_cost(row.seconds[instance], row.dollars.get(instance)))
         table.append(cells)
     print_table(table, align=">")
 

@@ -50,10 +50,12 @@ def errors_about(uri: str) -> Iterator[None]:
     except Exception as error:
         # Compare names: importing botocore would take every local command a quarter of a second.
         package = type(error).__module__.partition(".")[0]
-        if isinstance(error, OSError) and not error.__cause__:  # an error of S3 has a cause
+        problem = ""
+        # s3fs raises an OSError from the error of AWS, its cause.
+        if isinstance(error, OSError) and error.__cause__ is None:
             problem = os_problem(error)
-            if problem:
-                raise ServiceError(f"{uri}: {problem}") from None
+        if problem:
+            raise ServiceError(f"{uri}: {problem}") from None
         if isinstance(error, OSError) or package in AWS_PACKAGES:
             raise service_error(uri, error) from None
         raise

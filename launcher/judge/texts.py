@@ -105,7 +105,7 @@ def read_texts(
 
 def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
     """The ids of each text. Raises InputError if the model does not know one of its characters."""
-    check_all_known(texts, tokenizer)
+    check_characters(texts, tokenizer)
     encoder = Encoder(tokenizer, "i")
     has_chats = any(text.is_chat for text in texts)
     chat_encoder = ChatEncoder(encoder) if has_chats else encoder
@@ -177,8 +177,8 @@ def encode_known(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
     return encoded
 
 
-def check_all_known(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
-    """Raise InputError with all characters of the texts that a model of characters lacks."""
+def check_characters(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
+    """Raise InputError if a model has no ids for some characters of the texts, with all of them."""
     unknown = set[str]()
     positions = []
     for text in texts:
@@ -188,10 +188,10 @@ def check_all_known(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
             positions.append(text.position)
     if not positions:
         return
-    name = positions[0]
+    subject = positions[0]
     if len(positions) > 1:
-        name += f", as {counted(len(positions) - 1, 'other document')},"
-    raise unknown_characters(name, unknown)
+        subject += f", as {counted(len(positions) - 1, 'other document')},"
+    raise unknown_characters(subject, unknown)
 
 
 # -- the text that a model has learned from --------------------------------------------------------

@@ -57,12 +57,14 @@ class InitialModel:
 
         For text that was not uploaded from here, the run itself checks.
         """
-        if (upload := text.upload) is None:
+        upload = text.upload
+        if upload is None:
             return
         from sm_nanogpt.launcher.models.sample import check_known
         from sm_nanogpt.launcher.text.tokenizer import fingerprint
 
-        problem, model = "", self.channel.shown
+        model = self.channel.shown
+        problem = ""
         if upload.train_tokens and upload.tokenizer != fingerprint(self.tokenizer):
             problem = f"its tokens are not those of {model}"
         elif not upload.train_tokens and self.tokenizer.unit == "tokens":

@@ -85,18 +85,21 @@ def repeated_share_of(channels: Texts) -> float | None:
 
     It is not known of texts on S3, but for those that hold their own validation part.
     """
-    data, validation = channels["data"], channels.get("validation")
+    data = channels["data"]
+    validation = channels.get("validation")
     if validation is None:
         return data.upload.repeated if data.upload else None
-    files, other_files = files_of(data), files_of(validation)
-    if not (files and other_files and validation.upload):
+    files = files_of(data)
+    validation_files = files_of(validation)
+    if not (files and validation_files and validation.upload):
         return None
-    return share_between(files, other_files, validation.upload.characters)
+    return share_between(files, validation_files, validation.upload.characters)
 
 
 def files_of(channel: Channel) -> tuple[File, ...]:
     """The files of a plain text on this machine; none if it is elsewhere, or tokens."""
-    directory, upload = storage.local_path(channel.uri), channel.upload
+    directory = storage.local_path(channel.uri)
+    upload = channel.upload
     if channel.sources or upload is None or upload.train_tokens or directory is None:
         return tuple(channel.sources)
     return tuple(File(name, directory / name) for name in upload.files)
@@ -135,7 +138,8 @@ def problem_of_length(upload: Upload, config: Any, field: str) -> str:
     """Why a text is too short for one window, or ''; field as for problem_of."""
     if upload.chats:
         return ""
-    block_size, unit = config.block_size, unit_of(upload)
+    block_size = config.block_size
+    unit = unit_of(upload)
     for part, length in lengths_of(upload, config, field).items():
         if length < block_size + 1:
             need = f"one window of block_size={block_size} needs {block_size + 1}"

@@ -108,7 +108,8 @@ def longest_run(amount: float, per_hour: float, keep_alive: int) -> int:
 
 def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
     """The cost ceiling of a job. A lower one in the settings replaces that of a resumed job."""
-    requested, configured = job.max_cost, settings.max_cost
+    requested = job.max_cost
+    configured = settings.max_cost
     if configured is None:
         return None if requested is None else Ceiling(requested, job.origin("max_cost"))
     if requested is not None and requested <= configured:
@@ -176,7 +177,8 @@ def afford(
 
     rates = rates_of(job, known_prices)
     instance = max(rates, key=lambda name: rates[name])  # the dearest, as any may be chosen
-    price, per_hour = known_prices[instance], rates[instance]
+    price = known_prices[instance]
+    per_hour = rates[instance]
     spent = earlier if ceiling and earlier else 0.0
     if ceiling is not None:
         job = limited(job, per_hour, ceiling, spent)

@@ -107,7 +107,8 @@ def question_and_answer(fields: dict[str, Any], question: str, answer: str) -> d
         raise BadConversation(f"`{answer}`", "is labeled as a bad answer, and all are learned")
     if "history" in fields:
         raise BadConversation("`history`", "is not read; write all of it as `messages`")
-    user, assistant = fields.get(question), fields.get(answer)
+    user = fields.get(question)
+    assistant = fields.get(answer)
     if isinstance(user, list) and isinstance(assistant, list):
         return number_messages(user + assistant)
     if answer == "output" and "input" in fields:
@@ -141,7 +142,8 @@ def turns_of_messages(messages: dict[str, Any]) -> list[str]:
     for name, message in messages.items():
         if not isinstance(message, dict):
             message = {}
-        role, text = role_of(message), text_of(message_content(message))
+        role = role_of(message)
+        text = text_of(message_content(message))
         if ROLES.get(role) == "system" and text is not None and not text.strip():
             continue
         problem = message_problem(message, role, text, is_first=not turns)

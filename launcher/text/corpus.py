@@ -70,7 +70,8 @@ def upload_data(
     """
     texts = strings_of(paths)
     name = name_of(texts[0]) if texts else "no path"
-    tokenizer, vocab_size = plain(tokenizer), plain(vocab_size)
+    tokenizer = plain(tokenizer)
+    vocab_size = plain(vocab_size)
     if vocab_size is not None and tokenizer != "bpe":
         raise InputError("needs the tokenizer bpe", field="vocab_size", value=vocab_size)
     options = FileOptions(

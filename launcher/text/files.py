@@ -358,8 +358,8 @@ def is_plain_text(path: Path) -> bool:
 
 def warn_of_held_out(files: Sequence[File]) -> None:
     """Warn if some of the files, but not all, have names of files that no model should learn."""
-    has_parts = any(TRAINED_ON.fullmatch(stem_of(file)) for file in files)
-    globs = {file: held_out_glob(file, has_parts) for file in files}
+    has_training_file = any(TRAINED_ON.fullmatch(stem_of(file)) for file in files)
+    globs = {file: held_out_glob(file, has_training_file) for file in files}
     held_out = [file for file in files if globs[file]]
     if not held_out or len(held_out) == len(files):
         return
@@ -376,11 +376,11 @@ def stem_of(file: File) -> str:
     return without_compression(file.path).stem
 
 
-def held_out_glob(file: File, has_parts: bool) -> str:
-    """A pattern of a file for tests or validation, by its name or that of a folder; or ''.
+def held_out_glob(file: File, has_training_file: bool) -> str:
+    """A pattern that leaves out a file for tests or validation, or its folder; '' for other files.
 
-    The last word of a name counts only beside a file for training (`has_parts`): a note may well be
-    called driving-test.
+    The last word of a name counts only beside a file for training: a note may well be called
+    driving-test.
     """
     for folder in Path(file.name).parent.parts:
         if HELD_OUT.fullmatch(folder):
@@ -388,7 +388,8 @@ def held_out_glob(file: File, has_parts: bool) -> str:
     name = file.path.name
     match = HELD_OUT.match(name)
     if match is not None:
-        return f"{name[: match.end() + 1]}*"  # with the sign behind the word, as test-*
-    if has_parts and HELD_OUT_LAST.fullmatch(stem_of(file)):
+        n_characters = match.end() + 1  # with the one after the word: `test-*`
+        return f"{name[:n_characters]}*"
+    if has_training_file and HELD_OUT_LAST.fullmatch(stem_of(file)):
         return name
     return ""

@@ -59,7 +59,8 @@ def read_header(lines: Iterator[str]) -> Header:
 def complete_cells(line: str, lines: Iterator[str]) -> list[str]:
     """A line, and those that follow until each quote in them is closed: a name has a line break."""
     complete = [line]
-    size, n_quotes = len(line), line.count('"')
+    size = len(line)
+    n_quotes = line.count('"')
     while n_quotes % 2 and size < MAX_HEADER:
         line = next(lines, "")
         if not line:

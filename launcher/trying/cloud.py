@@ -79,7 +79,8 @@ class JobRun:
         """Unpack its model. A run whose archive is damaged has a problem."""
         if self.facts is None:
             return TriedRun(self.run, self.directory, 0.0, "the job ended before it was made")
-        problem, unpacked = self.facts.problem, self.directory / "unpacked"
+        unpacked = self.directory / "unpacked"
+        problem = self.facts.problem
         if not problem:
             try:
                 fetch.extract(self.directory / "model.tar.gz", unpacked, "its model")
@@ -104,8 +105,8 @@ class SageMakerRuns(GroupRun):
         self.stage: Sequence[SeededRun] = []
 
     def train(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
-        """Make runs: those of the base come first, which others need too, and those that failed
-        last.
+        """Make these runs, and yield each. Those of the base come first, since all others are
+        compared with them; those that failed come last.
 
         Raises OverCeiling if the job may cost more than is left, and ServiceError if it fails.
         """
@@ -121,7 +122,7 @@ class SageMakerRuns(GroupRun):
             job_runs = self.read_runs(entry, runs, description.model_uri, directory)
             for job_run in sorted(job_runs, key=self.order):
                 finished = job_run.finish()
-                if finished.problem:  # it can be made anew
+                if finished.problem:  # a later command makes it anew
                     self.note_failure(entry["job"], finished)
                 if job_run.facts is not None:
                     yield finished

@@ -101,13 +101,14 @@ class SearchLedger(GroupLedger):
     # -- seeds ------------------------------------------------------------------------------------
 
     def seeds(self, use: str, n: int) -> list[int]:
-        """The first n seeds of a use. Those that are lacking are drawn now, and written down.
+        """The first n seeds of a use. Those that the ledger lacks are drawn now, and added to it.
 
-        No folder can know them before. A command that is killed when it dislikes what they show
-        gets the same again.
+        So no folder can be made for its seeds. And whoever kills a command because its runs lost
+        too much gets the same seeds again.
         """
         with self.locked():
-            seeds, all_seeds = list[int](), set[int]()
+            seeds = list[int]()
+            all_seeds = set[int]()
             for entry in self.of("seeds"):
                 all_seeds.update(entry["seeds"])
                 if entry["use"] == use:

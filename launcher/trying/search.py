@@ -195,11 +195,11 @@ class Search:
             raise Refused(finished.problem)
         sizes = sizes_of(finished.model)
         self.budget.check_sizes(sizes)
-        source, seed = finished.run.source, finished.run.seed
+        source = finished.run.source
         score = self.judge.score(finished.model, source, leak_check_bound, self.budget.judge_limit)
         return {
             "folder": source.sha256,
-            "seed": seed,
+            "seed": finished.run.seed,
             "seconds": round(finished.seconds, 2),
             "judge_seconds": round(score.seconds, 2),
             **sizes,
@@ -362,7 +362,8 @@ class Search:
 
     def numbers(self, source: Source, base: Source, differences: Sequence[float]) -> Entry:
         """The difference with its 95 % interval, and the time beside the base's."""
-        mean, margin = fmean(differences), rule.margin(differences)
+        mean = fmean(differences)
+        margin = rule.margin(differences)
         times = self.budget.mean_seconds(source.sha256) / self.budget.mean_seconds(base.sha256)
         return {
             "pairs": len(differences),

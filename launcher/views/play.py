@@ -94,7 +94,8 @@ def make_app(
         return Response(content, headers=headers, media_type="application/octet-stream")
 
     async def moment(request: HTTPRequest) -> Response:
-        number, index = request.path_params["number"], request.path_params["index"]
+        number = request.path_params["number"]
+        index = request.path_params["index"]
         if number >= len(players) or index >= len(players[number].moments):
             return error_response(404, f"no moment {index} of model {number}")
         content = served_moment(players[number].moments[index].model)
