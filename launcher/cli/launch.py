@@ -349,11 +349,11 @@ def launch_job(options: LaunchOptions, settings: Settings) -> None:
 
 def note_sweep_of(job_id: str) -> None:
     """Say how a sweep continues, if a job of one is resumed."""
-    from sm_nanogpt.launcher.launching.names import group_of
+    from sm_nanogpt.launcher.launching.names import member_of
 
-    group = group_of(job_id)
-    if group != job_id:
-        again = command("launch", "--resume", group)
+    member = member_of(job_id)
+    if member is not None:
+        again = command("launch", "--resume", member.group)
         note(f"{job_id} continues alone; its sweep continues with `{again}`")
 
 

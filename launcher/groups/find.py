@@ -9,19 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sm_nanogpt.launcher.backends import Backend, backend_class, backend_for
-from sm_nanogpt.launcher.description import JobDescription, UnreadableJob
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.finding import Listing, is_part, not_asked
 from sm_nanogpt.launcher.groups.sweep import recorded_sweep
 from sm_nanogpt.launcher.job import FULL_ID
-from sm_nanogpt.launcher.launching.names import (
-    attempt_of,
-    group_of,
-    member_id,
-    number_of,
-    recorded_groups,
-    suffix_of,
-)
+from sm_nanogpt.launcher.launching.names import Member, member_of, next_try, recorded_groups
 from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -82,7 +75,8 @@ def find_group(reference: str, settings: Settings, everyone: bool = False) -> Jo
         raise InputError(f"{reference!r} matches {len(matches)} sweeps", "no-such-sweep")
 
     for job in listing.unreadable:
-        if group_of(job.job_id) == group:
+        member = member_of(job.job_id)
+        if member is not None and member.group == group:
             logger.info(f"job {job.job_id} is left out: {job.error}")
     if instance is not None and is_remote:
         add_unlisted(group, tries, backend_for(instance, settings))
@@ -91,19 +85,21 @@ def find_group(reference: str, settings: Settings, everyone: bool = False) -> Jo
 
 def groups_of(jobs: Iterable[JobDescription]) -> set[str]:
     """The ids of the sweeps of these jobs."""
-    return {group_of(job.job_id) for job in jobs if number_of(job.job_id)}
+    members = [member_of(job.job_id) for job in jobs]
+    return {member.group for member in members if member is not None}
 
 
 def part_of_id(reference: str, jobs: Iterable[JobDescription]) -> str:
     """The id of the sweep that a reference names, itself or by a job; else the reference, which may
     be a part of an id."""
     for job in jobs:
-        suffix = suffix_of(job.job_id)
-        if not suffix or job.name is None:
+        member = member_of(job.job_id)
+        if member is None or job.name is None:
             continue
-        if reference in (job.name, job.name.removesuffix(suffix)):
-            return group_of(job.job_id)
-    return group_of(reference)
+        if reference in (job.name, job.name.removesuffix(member.suffix)):
+            return member.group
+    member = member_of(reference)
+    return reference if member is None else member.group
 
 
 def instance_of_group(group: str, tries: Tries, settings: Settings) -> str | None:
@@ -114,14 +110,15 @@ def instance_of_group(group: str, tries: Tries, settings: Settings) -> str | Non
     return sweep.job.instance if sweep else None
 
 
-def tries_of(jobs: Iterable[JobDescription | UnreadableJob], group: str) -> Tries:
-    tries: Tries = defaultdict(list)
+def tries_of(jobs: Iterable[JobDescription], group: str) -> Tries:
+    members = dict[Member, JobDescription]()
     for job in jobs:
-        number = number_of(job.job_id)
-        if number and group_of(job.job_id) == group and isinstance(job, JobDescription):
-            tries[number].append(job)
-    for same_number in tries.values():
-        same_number.sort(key=lambda job: attempt_of(job.job_id))
+        member = member_of(job.job_id)
+        if member is not None and member.group == group:
+            members[member] = job
+    tries: Tries = defaultdict(list)
+    for member in sorted(members):
+        tries[member.number].append(members[member])
     return tries
 
 
@@ -133,8 +130,8 @@ def add_unlisted(group: str, tries: Tries, backend: Backend) -> None:
     for number in itertools.count(1):
         jobs = tries.setdefault(number, [])
         while True:
-            attempt = attempt_of(jobs[-1].job_id) + 1 if jobs else 1
-            unlisted = backend.describe(member_id(group, number, attempt))
+            member = next_try(group, number, [job.job_id for job in jobs])
+            unlisted = backend.describe(member.job_id)
             if unlisted is None:
                 break
             jobs.append(unlisted)

@@ -26,7 +26,7 @@ from sm_nanogpt.launcher.groups.sweep import Sweep
 from sm_nanogpt.launcher.job import Request
 from sm_nanogpt.launcher.launching.draft import check_name
 from sm_nanogpt.launcher.launching.launch import Plan, new_job_id, prepare
-from sm_nanogpt.launcher.launching.names import attempt_of, member_id, number_of, suffix_of
+from sm_nanogpt.launcher.launching.names import Member, next_try
 from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
 from sm_nanogpt.launcher.settings import Settings
 
@@ -166,9 +166,9 @@ class SweepPlan:
         if not math.isinf(amount):
             earlier = cost_with_earlier(resumed, self.backend, self.settings) if resumed else 0.0
             fields["max_cost"] = min(amount + earlier, self.settings.max_cost or math.inf)
-        job_id = self.next_id(number)
+        member = self.next_member(number)
         if self.sweep.job.name is not None:
-            fields["name"] = f"{self.sweep.job.name}{suffix_of(job_id)}"
+            fields["name"] = f"{self.sweep.job.name}{member.suffix}"
         request = Request(**fields)
         texts = None
         if self.first is not None:
@@ -176,7 +176,7 @@ class SweepPlan:
             texts = {name: channels[name] for name in ("data", "validation") if name in channels}
             if not resumed:
                 request._source = self.first.job.source
-        plan = prepare(request, self.settings, job_id, texts)
+        plan = prepare(request, self.settings, member.job_id, texts)
         self.first = self.first or plan
         return plan
 
@@ -186,12 +186,11 @@ class SweepPlan:
         last = self.backend.describe(jobs[-1].job_id) if jobs else None
         return last if last is not None and last.checkpoint_uri else None
 
-    def next_id(self, number: int) -> str:
-        """The id of a member's next try, which no job has had."""
+    def next_member(self, number: int) -> Member:
+        """The next try of a number, whose id no job has had."""
         ids = [job.job_id for job in self.tries.get(number, [])]
         ids += [entry["job"] for entry in self.ledger.of("sent")]
-        attempts = [attempt_of(job_id) for job_id in ids if number_of(job_id) == number]
-        return member_id(self.group, number, max(attempts, default=0) + 1)
+        return next_try(self.group, number, ids)
 
 
 def plan_sweep(

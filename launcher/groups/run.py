@@ -245,7 +245,7 @@ class SweepRun(GroupRun):
     def events(self) -> Iterator[Event]:
         with self.plan.lock or lock_group(self.name, self.settings):
             for number, limit in self.plan.unaffordable.items():
-                job_id = self.plan.next_id(number)
+                job_id = self.plan.next_member(number).job_id
                 yield Event(number, job_id, obstacle=limit)
             self.allow_starts()
             yield from super().events()

@@ -8,7 +8,9 @@ HOME/sweeps of the machine that launched it.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from sm_nanogpt.launcher.errors import ServiceError
@@ -18,32 +20,41 @@ from sm_nanogpt.launcher.settings import Settings
 MEMBER_ID = re.compile(r"(sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6})-(\d+)(?:-try(\d+))?")
 
 
-def group_of(job_id: str) -> str:
-    """The id of the sweep of a job; that of the job if it is of none."""
+@dataclass(frozen=True, order=True)
+class Member:
+    """A job of a sweep, as its id says: a try of one of the numbers. Both count from 1."""
+
+    group: str  # the id of the sweep
+    number: int
+    attempt: int = 1
+
+    @property
+    def suffix(self) -> str:
+        """What tells it from the other jobs: `-3` or `-3-try2`. Its name ends so too."""
+        if self.attempt == 1:
+            return f"-{self.number}"
+        return f"-{self.number}-try{self.attempt}"
+
+    @property
+    def job_id(self) -> str:
+        return f"{self.group}{self.suffix}"
+
+
+def member_of(job_id: str) -> Member | None:
+    """The member of a sweep that a job is; None if it is of none."""
     match = MEMBER_ID.fullmatch(job_id)
-    return match[1] if match else job_id
+    if match is None:
+        return None
+    return Member(match[1], int(match[2]), int(match[3] or 1))
 
 
-def number_of(job_id: str) -> int:
-    """Which job of its sweep a job is, from 1; 0 if it is of none."""
-    match = MEMBER_ID.fullmatch(job_id)
-    return int(match[2]) if match else 0
-
-
-def attempt_of(job_id: str) -> int:
-    """Which try of its number a job of a sweep is, from 1; 0 if it is of none."""
-    match = MEMBER_ID.fullmatch(job_id)
-    return int(match[3] or 1) if match else 0
-
-
-def suffix_of(job_id: str) -> str:
-    """What tells a job of a sweep from the others: `-3` or `-3-try2`. Its name ends so too."""
-    return job_id.removeprefix(group_of(job_id))
-
-
-def member_id(group: str, number: int, attempt: int) -> str:
-    suffix = f"-try{attempt}" if attempt > 1 else ""
-    return f"{group}-{number}{suffix}"
+def next_try(group: str, number: int, job_ids: Iterable[str]) -> Member:
+    """The try of a number that follows those among these jobs."""
+    last_attempt = 0
+    for member in map(member_of, job_ids):
+        if member is not None and member.number == number:
+            last_attempt = max(last_attempt, member.attempt)
+    return Member(group, number, last_attempt + 1)
 
 
 def ledger_path(group: str, settings: Settings) -> Path:
