@@ -101,12 +101,12 @@ def shortened(text: str, limit: int = MAX_MESSAGE) -> str:
     return f"{text[: limit * 7 // 10]} ... {text[-limit * 3 // 10 :]}"
 
 
-def not_installed(package: str, extra: str) -> InputError:
-    """Return the error for a missing package that only an extra of pyproject.toml installs."""
+def not_installed(package: str) -> InputError:
+    """Return the error for a missing package, which the extra `data` installs."""
     return InputError(
         f"the package {package} is missing; in the clone of sm-nanogpt, install it as you installed"
-        f" sm-nanogpt: `pip install -c constraints.txt -e '.[{extra}]'`,"
-        f" `uv tool install -c constraints.txt '.[{extra}]'`, or `pipx inject sm-nanogpt {package}`"
+        " sm-nanogpt: `pip install -c constraints.txt -e '.[data]'`,"
+        f" `uv tool install -c constraints.txt '.[data]'`, or `pipx inject sm-nanogpt {package}`"
     )
 
 

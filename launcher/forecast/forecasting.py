@@ -61,7 +61,7 @@ def forecast(
             raise InputError(f"{channel.shown}: {problem}")
     check_repeats(texts)
     assert path is not None
-    corpus = corpus_of(texts, settings, begins_only=True)
+    corpus = corpus_of(texts, settings)
     upload = texts["data"].upload
     n_tokens = upload.train_tokens if upload is not None else 0
     forecaster = Forecaster(corpus, request.source, path, report, n_tokens)

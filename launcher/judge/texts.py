@@ -212,7 +212,7 @@ def corpus_of_job(job_id: str, directory: Path, settings: Settings) -> Corpus:
     config = known_config(json.loads((directory / "training.json").read_bytes())["config"])
     texts = {"data": job.data, "validation": job.validation}
     channels = {name: Channel(uri, uri) for name, uri in texts.items() if uri}
-    return corpus_of(channels, settings, config, begins_only=True)
+    return corpus_of(channels, settings, config)
 
 
 def training_of(corpus: Corpus) -> TrainingText:

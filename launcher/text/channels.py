@@ -116,12 +116,10 @@ def channel_to_send(location: str, path: Path, upload: Upload, settings: Setting
     return Channel(location, uri, replace(upload, uri=uri, uploaded=is_missing), files)
 
 
-def corpus_of(
-    texts: Texts, settings: Settings, config: Config | None = None, begins_only: bool = False
-) -> Corpus:
+def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) -> Corpus:
     """Read texts as a job would, with this config or the default one. Raises InputError.
 
-    begins_only: of tokens, only the first file of each part, which has up to 256 MiB of ids.
+    Of tokens, it reads the first file of each part, which has up to 256 MiB of ids.
     """
     from sm_nanogpt.entry_point.config import Config
     from sm_nanogpt.entry_point.container import Container
@@ -130,7 +128,7 @@ def corpus_of(
 
     with temporary(settings) as directory:
         for name, channel in texts.items():
-            fetch_channel(channel, directory / name, settings, begins_only)
+            fetch_channel(channel, directory / name, settings)
         validation = directory / "validation" if "validation" in texts else None
         channels = (directory / "data", validation, None)
         container = Container(False, *channels, directory, directory, directory)
@@ -155,14 +153,11 @@ class Announced:
         expect(self.progress, n_bytes)
 
 
-def fetch_channel(channel: Channel, directory: Path, settings: Settings, begins_only: bool) -> None:
-    """Copy the text of a channel into a new directory, as its upload would have it.
-
-    begins_only: see corpus_of.
-    """
+def fetch_channel(channel: Channel, directory: Path, settings: Settings) -> None:
+    """Copy the text of a channel into a new directory, as its upload would have it."""
     directory.mkdir()
     if not channel.sources:
-        fetch_upload(channel, directory, settings, begins_only)
+        fetch_beginning(channel, directory, settings)
     for file in channel.sources:
         path = directory / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,11 +169,11 @@ def fetch_channel(channel: Channel, directory: Path, settings: Settings, begins_
             shutil.copyfileobj(content, copy, storage.CHUNK_BYTES)
 
 
-def fetch_upload(channel: Channel, directory: Path, settings: Settings, begins_only: bool) -> None:
-    """Copy what an upload has into a directory. See corpus_of."""
+def fetch_beginning(channel: Channel, directory: Path, settings: Settings) -> None:
+    """Copy an upload into a directory: of tokens, the first file of each part."""
 
     def is_wanted(name: str) -> bool:
-        return not (begins_only and LATER_SHARD.fullmatch(name))
+        return LATER_SHARD.fullmatch(name) is None
 
     with byte_progress("fetch") as bar:
         progress: Progress = bar
@@ -186,7 +181,7 @@ def fetch_upload(channel: Channel, directory: Path, settings: Settings, begins_o
             progress = Announced(bar, channel.shown)
         storage.fetch(channel.uri, directory, progress, settings, is_wanted)
     meta = directory / "meta.json"
-    if begins_only and meta.exists():
+    if meta.exists():
         document = json.loads(meta.read_bytes())
         for part in ("train", "val"):
             del document[part]["shards"][1:]

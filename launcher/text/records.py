@@ -250,7 +250,7 @@ def read_parquet(file: IO[bytes], name: str, column: str) -> Records:
         import pyarrow
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise not_installed("pyarrow", "data") from None
+        raise not_installed("pyarrow") from None
     unpacking = Unpacking(name, file.seek(0, io.SEEK_END))
     file.seek(0)
     number = 0

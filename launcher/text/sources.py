@@ -215,7 +215,7 @@ def remote_file_system(location: str, settings: Settings) -> RemoteFileSystem:
     try:
         from huggingface_hub import HfFileSystem
     except ImportError as error:
-        raise not_installed(error.name or "huggingface_hub", "data") from None
+        raise not_installed(error.name or "huggingface_hub") from None
     path = location.removeprefix("hf://").rstrip("/")
     return RemoteFileSystem(HfFileSystem(skip_instance_cache=True), path, is_s3=False)
 

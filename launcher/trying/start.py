@@ -81,7 +81,7 @@ def begin_search(
             search = directory / "search"
             search.mkdir(mode=0o700)  # of the judge alone
             min_judged = max(MIN_JUDGED, job.config(1).block_size + 1)
-            corpus = corpus_of({"data": text}, settings, begins_only=True)
+            corpus = corpus_of({"data": text}, settings)
             start["judge"] = write_texts(search, corpus, min_judged, report)
             # Of an upload of tokens, the corpus has the beginning.
             n_tokens = max(text.upload.train_tokens, len(corpus.train))

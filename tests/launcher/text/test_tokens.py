@@ -160,7 +160,9 @@ def test_windows_may_lie_across_shards(documents, tokenizer, tmp_path, monkeypat
         assert row == ids[start : start + 64]
 
 
-def test_eval_fetches_only_the_first_shard_of_a_part(documents, home, s3, monkeypatch, caplog):
+def test_eval_fetches_only_the_first_shard_of_a_part(
+    documents, home, s3, tmp_path, monkeypatch, caplog
+):
     """Files are fetched once, and the store stays as it is."""
     monkeypatch.setattr(tokens, "SHARD_BYTES", 5000)
     caplog.set_level(logging.INFO, "sm_nanogpt")
@@ -176,11 +178,14 @@ def test_eval_fetches_only_the_first_shard_of_a_part(documents, home, s3, monkey
     monkeypatch.setattr(S3Location, "fetch_file", fetch)
     data = {"data": Channel("plays", uri)}
     caplog.clear()
-    beginning = channels.corpus_of(data, settings, begins_only=True)
+    beginning = channels.corpus_of(data, settings)
     shards = [name for name in names if name.endswith(".bin")]
     assert shards == ["train-00000.bin", "val-00000.bin"]
     assert re.fullmatch(r"plays: copying \d+\.\dkB", caplog.messages[0])
-    whole = channels.corpus_of(data, settings)
+    directory = tmp_path / "whole"
+    directory.mkdir()
+    storage.fetch(uri, directory, settings=settings)
+    whole = corpus_of(directory)
     assert len(beginning.train) < len(whole.train)
     assert ids_of(beginning.train) == ids_of(whole.train)[: len(beginning.train)]
 
