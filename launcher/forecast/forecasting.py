@@ -23,7 +23,6 @@ from sm_nanogpt.launcher.text.channels import Channel, Texts, corpus_of
 from sm_nanogpt.launcher.text.store import known_upload
 
 if TYPE_CHECKING:  # they import torch
-    from sm_nanogpt.launcher.forecast.forecast import Forecaster
     from sm_nanogpt.launcher.forecast.times import InstanceType
 
 logger = logging.getLogger(__name__)
@@ -65,8 +64,8 @@ def forecast(
     upload = texts["data"].upload
     n_tokens = upload.train_tokens if upload is not None else 0
     forecaster = Forecaster(corpus, request.source, path, report, n_tokens)
-    check_texts(texts, forecaster.config_of(4, forecaster.tokens))
-    instances = known_instances(request, forecaster, settings)
+    check_texts(texts, forecaster.sizes.config(4))
+    instances = known_instances(request, len(corpus.tokenizer), settings)
     return forecaster.forecast(texts["data"].shown, instances, max_cost)
 
 
@@ -89,13 +88,14 @@ def check_repeats(texts: Texts) -> None:
 
 
 def known_instances(
-    request: Request, forecaster: Forecaster, settings: Settings
+    request: Request, vocabulary_size: int, settings: Settings
 ) -> list[InstanceType]:
     """The instance types that are asked for, and those on which a job of the user's ended.
 
-    The jobs tell the speed of each, and AWS its price.
+    The jobs tell the speed of each, and AWS its price. vocabulary_size counts for a job whose text
+    is gone.
     """
-    from sm_nanogpt.launcher.forecast.times import InstanceType
+    from sm_nanogpt.launcher.forecast.times import InstanceType, speed_of
 
     measured = dict[str, InstanceType]()
     listing = Listing(settings)
@@ -103,7 +103,8 @@ def known_instances(
         if not backend_class(job.instance).bills or job.instance_count > 1:
             continue
         if job.instance not in measured:
-            instance = forecaster.measured_on(job, partial(vocabulary_of, job.data, settings))
+            vocabulary = partial(vocabulary_of, job.data, settings, vocabulary_size)
+            instance = speed_of(job, request.source, vocabulary)
             if instance is not None:
                 measured[job.instance] = instance
     if listing.failure is not None:
@@ -117,10 +118,10 @@ def known_instances(
     return instances
 
 
-def vocabulary_of(uri: str, settings: Settings) -> int:
-    """How many characters or tokens an upload has; 0 if it is gone."""
+def vocabulary_of(uri: str, settings: Settings, default: int) -> int:
+    """How many different characters or tokens an upload has; the default if that is unknown."""
     upload = known_upload(uri, settings)
-    return 0 if upload is None else upload.vocabulary_size
+    return default if upload is None else upload.vocabulary_size or default
 
 
 def price_of(name: str, settings: Settings) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from sm_nanogpt.entry_point.text import Corpus
 from sm_nanogpt.launcher.errors import ServiceError
@@ -25,8 +25,20 @@ LARGEST = 1 << 20  # tokens of a text whose fractions are tried: pilots train on
 WRITTEN = 1 << 24  # tokens of a longer text that runs may read
 
 
-def pilots_of(tokens: int) -> list[tuple[float, int]]:
-    """The pilots for a text of so many tokens: the size of each, and the tokens that it may read.
+class PlannedPilot(NamedTuple):
+    """A pilot to be run: its size, and how many tokens of the text it may read."""
+
+    size: float
+    n_tokens: int
+
+    @property
+    def name(self) -> str:
+        """What the ledger knows it by."""
+        return f"size {self.size:g} on {self.n_tokens:,}"
+
+
+def pilots_of(tokens: int) -> list[PlannedPilot]:
+    """The pilots for a text of so many tokens, the largest first.
 
     Fractions show what more text is worth, and sizes what a larger model is.
     """
@@ -35,8 +47,8 @@ def pilots_of(tokens: int) -> list[tuple[float, int]]:
     if tokens < SHORT:
         sizes = PILOT_SIZES_OF_SHORT
         fractions = [(size, n) for size in (0.5, 1.0) for n in (2, 4)]
-    pilots = [(size, min(tokens, WRITTEN)) for size in sizes]
-    pilots += [(size, min(tokens, LARGEST) // n) for size, n in fractions]
+    pilots = [PlannedPilot(size, min(tokens, WRITTEN)) for size in sizes]
+    pilots += [PlannedPilot(size, min(tokens, LARGEST) // n) for size, n in fractions]
     return sorted(pilots, reverse=True)
 
 
@@ -51,20 +63,20 @@ class Trial:
 
 
 def trials_of(
-    parts: Sequence[tuple[float, int]], values_of: Callable[[float, int], dict[str, Any]]
+    planned_pilots: Sequence[PlannedPilot], values_of: Callable[[float, int], dict[str, Any]]
 ) -> list[Trial]:
-    """The trials of pilots, by the size of each and the tokens that it may read.
+    """The trials of pilots. values_of: hyperparameters by size and tokens.
 
-    values_of: hyperparameters by both. A pilot on the most tokens is evaluated as often as a job,
+    A pilot on the most tokens is evaluated as often as a job,
     which keeps its best model. The others are evaluated at their end: that is what the law is of.
     """
-    most_tokens = max(n_tokens for _, n_tokens in parts)
+    most_tokens = max(planned.n_tokens for planned in planned_pilots)
     trials = []
-    for size, n_tokens in parts:
-        values = values_of(size, n_tokens)
-        if n_tokens < most_tokens:
+    for planned in planned_pilots:
+        values = values_of(planned.size, planned.n_tokens)
+        if planned.n_tokens < most_tokens:
             values["eval_interval"] = values["max_steps"]
-        trials.append(Trial(f"size {size:g} on {n_tokens:,}", values, n_tokens))
+        trials.append(Trial(planned.name, values, planned.n_tokens))
     return trials
 
 

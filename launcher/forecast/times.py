@@ -1,14 +1,14 @@
-"""How long a run takes: on an instance type by an ended job, and here by a few timed steps."""
+"""How long a job takes on an instance type, by one that ended there, and what it costs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
+from sm_nanogpt.launcher.description import JobDescription
+from sm_nanogpt.launcher.forecast.sizes import step_work
 from sm_nanogpt.launcher.sagemaker.cost import OVERHEAD_SECONDS
-
-ROUND_STEPS = 24  # four for each length of the windows, twelve of the whole length
-MAX_ROUNDS = 6  # of steps of a small model that are timed
-TIMED_SECONDS = 4.0
+from sm_nanogpt.launcher.source import Source
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,28 @@ class InstanceType:
         return dollars is not None and ceiling is not None and dollars <= ceiling
 
 
-@dataclass(frozen=True)
-class LocalTimes:
-    """How long a job takes on this machine."""
+def speed_of(
+    job: JobDescription, source: Source, vocabulary_size: Callable[[], int]
+) -> InstanceType | None:
+    """The instance type of an ended job, with its speed.
 
-    seconds: dict[float, float | None]  # by size; None where nothing tells
-    busy: bool  # True if other programs use the machine: they are by the pilots' processor time
-
-
-def steps_to_time(step_seconds: float) -> int:
-    """How many steps show the speed, in about TIMED_SECONDS. step_seconds is 0 if not known."""
-    n_rounds = MAX_ROUNDS
-    if step_seconds:
-        n_rounds = round(TIMED_SECONDS / ROUND_STEPS / step_seconds)
-    return ROUND_STEPS * max(1, min(n_rounds, MAX_ROUNDS))
+    None if the job did not complete, its speed is unknown, a teacher made it slower, or its
+    options are of another folder. vocabulary_size reads how many characters or tokens its text has;
+    it is called only if the job has a speed.
+    """
+    tokens_per_second = (job.metrics or {}).get("tokens_per_second")
+    if job.status != "Completed" or not (tokens_per_second and job.started and job.ended):
+        return None
+    config_class = source.module("config").Config
+    names = {field.name for field in fields(config_class)}
+    values = {name: value for name, value in job.hyperparameters.items() if name in names}
+    try:
+        config = config_class(**values)
+    except source.module("errors").ConfigError:
+        return None
+    if getattr(config, "generations", 1) > 1 or "teacher" in job.inputs:  # those are slower
+        return None
+    step_seconds = config.batch_size * config.block_size / tokens_per_second
+    around = max(0.0, job.ended - job.started - config.max_steps * step_seconds)
+    flops = step_work(config, vocabulary_size()) / step_seconds
+    return InstanceType(job.instance, flops, around, job_id=job.job_id)

@@ -7,7 +7,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,12 +25,12 @@ from sm_nanogpt.entry_point.data import read_windows
 from sm_nanogpt.entry_point.sizes import hyperparameters_for_size
 from sm_nanogpt.entry_point.text import Corpus, Tokenizer, character_tokenizer, read_tokens
 from sm_nanogpt.launcher.description import JobDescription
-from sm_nanogpt.launcher.forecast import forecast, forecasting, pilots
+from sm_nanogpt.launcher.forecast import clock, forecast, forecasting, pilots
 from sm_nanogpt.launcher.forecast import pilots as pilots_module
 from sm_nanogpt.launcher.forecast.checks import best_size, has_lowest, problem_of, up_to_lowest
 from sm_nanogpt.launcher.forecast.forecast import Forecaster
 from sm_nanogpt.launcher.forecast.law import Law, MeasuredRun, shared
-from sm_nanogpt.launcher.forecast.pilots import Trial, pilots_of, trials_of
+from sm_nanogpt.launcher.forecast.pilots import PlannedPilot, Trial, pilots_of, trials_of
 from sm_nanogpt.launcher.forecast.times import InstanceType
 from sm_nanogpt.launcher.job import Expected
 from sm_nanogpt.launcher.launching import forecasts, start
@@ -90,11 +90,16 @@ def obedient(
         yield trial, pilot
 
 
+def run_pilots_as(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (forecast, clock):
+        monkeypatch.setattr(module, "run_trials", run)
+
+
 @pytest.fixture
 def lawful(monkeypatch):
-    monkeypatch.setattr(forecast, "run_trials", obedient)
+    run_pilots_as(obedient, monkeypatch)
     monkeypatch.setattr(forecast, "shared", lambda: LAW)
-    monkeypatch.setattr(forecast, "is_busy", lambda: False)
+    monkeypatch.setattr(clock, "is_busy", lambda: False)
 
 
 @pytest.fixture
@@ -214,7 +219,7 @@ def test_a_part_is_written_as_a_run_reads_it(tmp_path):
 def test_a_forecast_is_near_the_truth_and_names_the_lowest(forecaster):
     table = forecaster.forecast("text", [], None)
     for row in table.rows:
-        run = forecaster.run_of(row.size, forecaster.tokens)
+        run = forecaster.sizes.run(row.size)
         assert row.expected.low < true_loss(run) < row.expected.high
         assert row.bits_per_byte == pytest.approx(2 * row.expected.loss)
         seconds = 5 + 1e-12 * run.parameters * run.tokens
@@ -225,14 +230,14 @@ def test_a_forecast_is_near_the_truth_and_names_the_lowest(forecaster):
 
 
 def test_times_of_a_busy_machine_are_not_kept(forecaster, monkeypatch):
-    monkeypatch.setattr(forecast, "is_busy", lambda: True)
+    monkeypatch.setattr(clock, "is_busy", lambda: True)
     busy = forecaster.forecast("text", [], None)
     again = forecaster.forecast("text", [], None)
     assert busy.busy
     assert again == busy
     assert "other programs" in busy.notes[0]
     assert not any(name.startswith("speed") for name in forecaster.ledger.pilots)
-    monkeypatch.setattr(forecast, "is_busy", lambda: False)
+    monkeypatch.setattr(clock, "is_busy", lambda: False)
     quiet = forecaster.forecast("text", [], None)
     assert not quiet.busy
     assert not any("other programs" in line for line in quiet.notes)
@@ -240,17 +245,17 @@ def test_times_of_a_busy_machine_are_not_kept(forecaster, monkeypatch):
 
 def test_times_of_a_busy_machine_are_by_processor_seconds(forecaster, monkeypatch):
     """The pilots compute 0.01 s a step, and 10**12 parameters times tokens in a second."""
-    monkeypatch.setattr(forecast, "is_busy", lambda: True)
-    monkeypatch.setattr(forecast, "cores", lambda: 2)
+    monkeypatch.setattr(clock, "is_busy", lambda: True)
+    monkeypatch.setattr(clock, "cores", lambda: 2)
     for row in forecaster.forecast("text", [], None).rows:
-        config = forecaster.config_of(row.size, forecaster.tokens)
+        config = forecaster.sizes.config(row.size)
         step = config.matrix_parameters * config.batch_size * config.block_size / 1e12
         assert row.seconds["local"] == pytest.approx(config.max_steps * (0.01 + step / 2), rel=0.3)
 
 
 def test_a_program_that_starts_meanwhile_is_noticed(forecaster, monkeypatch):
     looks = iter([False, True])
-    monkeypatch.setattr(forecast, "is_busy", lambda: next(looks, False))
+    monkeypatch.setattr(clock, "is_busy", lambda: next(looks, False))
     assert forecaster.forecast("text", [], None).busy
     assert not any(name.startswith("speed") for name in forecaster.ledger.pilots)
 
@@ -285,7 +290,7 @@ def test_a_forecast_survives_a_kill_at_its_writes(tmp_path, lawful, monkeypatch)
         whole = Forecaster(corpus(), Source.packaged(), path, lambda line: None)
         return whole.forecast("text", [], None)
 
-    monkeypatch.setattr(forecast, "run_trials", noted)
+    run_pilots_as(noted, monkeypatch)
     expected = make(tmp_path / "never-killed.jsonl")
     names = list(made)
     kills = {
@@ -368,7 +373,7 @@ def rising(trials: Sequence[Trial], *args: Any) -> Iterator[tuple[Trial, Pilot]]
 
 
 def test_where_pilots_overfit_a_forecast_is_what_they_measured(forecaster, monkeypatch):
-    monkeypatch.setattr(forecast, "run_trials", rising)
+    run_pilots_as(rising, monkeypatch)
     table = forecaster.forecast("text", [], None)
     assert [row.size for row in table.rows] == [1.0, 1.25]
     assert all(row.expected.measured for row in table.rows)
@@ -382,7 +387,7 @@ def test_the_rows_of_pilots_on_the_whole_text_are_measured(forecaster):
     table = forecaster.forecast("text", [], None)
     pilots = forecaster.ledger.pilots
     for row in table.rows:
-        name = f"size {row.size:g} on {forecaster.tokens:,}"
+        name = f"size {row.size:g} on {forecaster.sizes.n_tokens:,}"
         assert row.expected.measured == (name in pilots)
         if row.expected.measured:
             assert row.expected.loss == pilots[name].loss
@@ -391,9 +396,9 @@ def test_the_rows_of_pilots_on_the_whole_text_are_measured(forecaster):
 
 
 def test_pilots_on_the_whole_text_are_evaluated_as_jobs(forecaster):
-    parts = [(1.0, 54_000), (1.0, 27_000)]
-    whole, half = trials_of(parts, forecaster.values)
-    assert whole.hyperparameters == forecaster.values(1.0, 54_000)
+    planned = [PlannedPilot(1.0, 54_000), PlannedPilot(1.0, 27_000)]
+    whole, half = trials_of(planned, forecaster.sizes.values)
+    assert whole.hyperparameters == forecaster.sizes.values(1.0, 54_000)
     assert half.hyperparameters["eval_interval"] == half.hyperparameters["max_steps"]
 
 
@@ -417,7 +422,7 @@ def unlike(trials: Sequence[Trial], *args: Any) -> Iterator[tuple[Trial, Pilot]]
 
 
 def test_a_validation_text_of_another_kind_is_the_reason(forecaster, monkeypatch):
-    monkeypatch.setattr(forecast, "run_trials", unlike)
+    run_pilots_as(unlike, monkeypatch)
     with pytest.raises(InputError, match=r"another kind .*: a pilot loses 5\.30 .* 1\.90 in"):
         forecaster.forecast("text", [], None)
 
@@ -444,7 +449,7 @@ def constant(loss: float) -> Any:
     ],
 )
 def test_nothing_is_forecast_where_nothing_is_known(forecaster, monkeypatch, run, problem):
-    monkeypatch.setattr(forecast, "run_trials", run)
+    run_pilots_as(run, monkeypatch)
     with pytest.raises(InputError, match=problem):
         forecaster.forecast("text", [], None)
     assert forecaster.ledger.last_forecast is None
@@ -453,7 +458,7 @@ def test_nothing_is_forecast_where_nothing_is_known(forecaster, monkeypatch, run
 def test_a_folder_that_compute_does_not_help_is_not_forecast(forecaster):
     """As a model without attention, whose pilots were 2.491 to 2.486."""
     sizes = [size for size, unique in pilots_of(10**6) if unique == 10**6]
-    runs = [forecaster.run_of(size, 10**6, 1.5 - 0.004 * size) for size in sizes]
+    runs = [forecaster.sizes.run(size, 10**6, 1.5 - 0.004 * size) for size in sizes]
     assert "compute is worth" in problem_of(shared().of_text(runs), is_packaged=True)
 
 
@@ -467,11 +472,11 @@ def test_a_text_of_20000_characters_is_forecast_by_small_sizes(tmp_path, lawful)
     table = short.forecast("text", [], None)
     assert [row.size for row in table.rows if row.expected.measured] == [0.5, 0.75, 1, 1.25]
     assert table.rows[-1].size > 1.25
-    assert min(n_tokens for _, n_tokens in pilots_of(short.tokens)) == 4_500
+    assert min(n_tokens for _, n_tokens in pilots_of(short.sizes.n_tokens)) == 4_500
 
 
 def test_a_text_that_was_learned_before_is_not_forecast(home, tmp_path, monkeypatch):
-    monkeypatch.setattr(forecast, "run_trials", constant(2.0))
+    run_pilots_as(constant(2.0), monkeypatch)
     vocabulary = [f"w{number}" for number in range(9000)]
     sentence = random.Random(1).choices(vocabulary, k=15_000)
     path = tmp_path / "twice.txt"
@@ -573,7 +578,7 @@ def test_a_ceiling_without_a_known_type_says_so(cli, lawful, text_here):
 
 
 def test_a_column_of_doubtful_times_has_a_star(cli, lawful, text_here, monkeypatch):
-    monkeypatch.setattr(forecast, "is_busy", lambda: True)
+    monkeypatch.setattr(clock, "is_busy", lambda: True)
     ran = cli("launch", "--forecast", "--data", text_here).good
     assert ran.out.splitlines()[0].endswith("local*")
     assert "note: local" in ran.err
@@ -652,14 +657,16 @@ def test_own_jobs_tell_the_speed_of_an_instance(forecaster, monkeypatch, home):
     read = list[str]()
     monkeypatch.setattr(forecasting, "known_upload", lambda uri, settings: read.append(uri))
     request = Request(instance="ml.g6.xlarge")
-    unknown, measured = forecasting.known_instances(request, forecaster, load_settings())
+    unknown, measured = forecasting.known_instances(
+        request, len(forecaster.corpus.tokenizer), load_settings()
+    )
     assert unknown.name == "ml.g6.xlarge"
     assert unknown.flops is None
     assert measured.name == "ml.g5.xlarge"
     assert measured.job_id == jobs[4].job_id
     assert read == [jobs[4].data]  # of no job that tells nothing
-    config = forecaster.config_of(3.0, forecaster.tokens)
-    seconds = measured.seconds(forecaster.work(3.0))
+    config = forecaster.sizes.config(3.0)
+    seconds = measured.seconds(forecaster.sizes.work(3.0))
     assert seconds == pytest.approx(60 + 0.01 * config.max_steps, rel=0.01)
 
 
@@ -671,8 +678,8 @@ def test_sizes_that_are_far_from_the_pilots_are_left_out(tmp_path, lawful):
     assert largest < forecast.TABLE_SIZES[-1]
     assert "40 times" in table.notes[-1]
     next_size = min(size for size in forecast.TABLE_SIZES if size > largest)
-    listed_run = forecaster.run_of(largest, forecaster.tokens)
-    far_run = forecaster.run_of(next_size, forecaster.tokens)
+    listed_run = forecaster.sizes.run(largest)
+    far_run = forecaster.sizes.run(next_size)
     assert far_run.parameters * far_run.tokens > listed_run.parameters * listed_run.tokens
 
 

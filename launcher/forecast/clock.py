@@ -1,0 +1,158 @@
+"""How long a job of each size takes on this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import linear_regression
+from typing import Any
+
+from sm_nanogpt.entry_point.cores import cores
+from sm_nanogpt.entry_point.text import Corpus
+from sm_nanogpt.launcher.forecast.pilots import WRITTEN, PlannedPilot, Trial, run_trials
+from sm_nanogpt.launcher.forecast.sizes import Sizes
+from sm_nanogpt.launcher.job import TrainingJob
+from sm_nanogpt.launcher.launching.forecasts import ForecastLedger, Pilot
+from sm_nanogpt.launcher.local.backend import LocalPlacement, plan_processes
+from sm_nanogpt.launcher.machines import is_busy
+
+LONG_STEP = 0.25  # seconds: longer steps are forecast by arithmetic
+ROUND_STEPS = 24  # four for each length of the windows, twelve of the whole length
+MAX_ROUNDS = 6  # of steps of a small model that are timed
+TIMED_SECONDS = 4.0
+
+
+@dataclass(frozen=True)
+class LocalTimes:
+    """How long a job takes on this machine."""
+
+    seconds: dict[float, float | None]  # by size; None where nothing tells
+    busy: bool  # True if other programs use the machine: they are by the pilots' processor time
+
+
+@dataclass(frozen=True)
+class LocalClock:
+    """Times jobs on this machine by a few of their steps, which the ledger keeps.
+
+    report gets a line for each timing.
+    """
+
+    sizes: Sizes
+    corpus: Corpus
+    ledger: ForecastLedger
+    report: Callable[[str], None]
+
+    def times(self, sizes: Sequence[float], pilots: Mapping[PlannedPilot, Pilot]) -> LocalTimes:
+        """How long a job of each size takes here.
+
+        A few of its steps are timed. If other programs use the machine, the times are computed from
+        the processor time of the pilots, which is nearly the same then.
+        """
+        seconds = self.timed_seconds(sizes)
+        if seconds is not None:
+            return LocalTimes(seconds, busy=False)
+        step_seconds = self.fit_step_seconds(pilots)
+        by_size = dict[float, float | None]()
+        for size in sizes:
+            by_size[size] = None
+            if step_seconds is not None and not self.placement(size).gpus:
+                config = self.sizes.config(size)
+                by_size[size] = self.steps_with_evaluations(config) * step_seconds(config)
+        return LocalTimes(by_size, busy=True)
+
+    def timed_seconds(self, sizes: Sequence[float]) -> dict[float, float | None] | None:
+        """The seconds of a job of each size, by steps that are timed; None on a busy machine.
+
+        Where a step takes long, its time is computed from that of a smaller size.
+        """
+        seconds = dict[float, float | None]()
+        flops = math.inf
+        around = 0.0
+        for size in sizes:
+            config = self.sizes.config(size)
+            step_work = self.sizes.step_work(config)
+            step_seconds = step_work / flops
+            if step_seconds < LONG_STEP:
+                n_steps = min(steps_to_time(step_seconds), config.max_steps)
+                timed = self.time(self.first_steps(size, n_steps))
+                if timed is None:
+                    return None
+                around = timed.around
+                step_seconds = timed.step_seconds
+                flops = step_work / step_seconds
+            seconds[size] = around + step_seconds * self.steps_with_evaluations(config)
+        return seconds
+
+    def fit_step_seconds(
+        self, pilots: Mapping[PlannedPilot, Pilot]
+    ) -> Callable[[Any], float] | None:
+        """The seconds of a step on all cores, by its config; None if no processor time is recorded.
+
+        A line through the pilots' processor seconds for a step, over the operations of a step. The
+        cores share the operations; what a step costs besides is of one core.
+        """
+        works = []
+        seconds = []
+        for planned, pilot in pilots.items():
+            if pilot.cpu_seconds is None:
+                return None
+            config = self.sizes.config(planned.size, planned.n_tokens)
+            works.append(self.sizes.step_work(config))
+            seconds.append(pilot.cpu_seconds / config.max_steps)
+        slope, intercept = linear_regression(works, seconds)
+
+        def step_seconds(config: Any) -> float:
+            return max(0.0, intercept) + slope * self.sizes.step_work(config) / cores()
+
+        return step_seconds if slope > 0 else None
+
+    def steps_with_evaluations(self, config: Any) -> float:
+        """The steps of a run, and as many more as its evaluations take, but for the last one."""
+        n_tokens = min(len(self.corpus.val), config.eval_tokens)
+        evaluation = n_tokens / (config.batch_size * config.block_size) / 3  # forward alone
+        n_evaluations = config.max_steps // config.eval_interval - 1
+        return float(config.max_steps + n_evaluations * evaluation)
+
+    def placement(self, size: float) -> LocalPlacement:
+        """On what a job of a size runs here."""
+        job = TrainingJob(data="file:///", hyperparameters=self.sizes.values(size))
+        job._source = self.sizes.source
+        return plan_processes(job)
+
+    def first_steps(self, size: float, n_steps: int) -> Trial:
+        """The first steps of a job on this machine, whose windows have all lengths of the job's."""
+        values = self.sizes.values(size)
+        placement = self.placement(size)
+        values |= {"max_steps": n_steps, "device": "auto", "log_interval": 1, "sample_length": 300}
+        if not placement.gpus:
+            values["processes"] = placement.processes
+        threads = max(1, cores() // placement.processes)
+        n_tokens = min(self.sizes.n_tokens, WRITTEN)
+        return Trial(f"speed of size {size:g}", values, n_tokens, threads)
+
+    def time(self, trial: Trial) -> Pilot | None:
+        """Run the first steps of a job, unless the ledger has them.
+
+        None if other programs use this machine meanwhile: the steps would seem too slow, so their
+        time is not kept.
+        """
+        recorded = self.ledger.pilots.get(trial.name)
+        if recorded is not None:
+            return recorded
+        if is_busy():
+            return None
+        [(_, pilot)] = run_trials([trial], self.corpus, self.sizes.source, 1)
+        if is_busy():
+            return None
+        self.ledger.add_pilot(trial.name, pilot)
+        self.report(f"{trial.name}: {pilot.seconds:.0f} s (1 of 1)")
+        return pilot
+
+
+def steps_to_time(step_seconds: float) -> int:
+    """How many steps show the speed, in about TIMED_SECONDS. step_seconds is 0 if not known."""
+    n_rounds = MAX_ROUNDS
+    if step_seconds:
+        n_rounds = round(TIMED_SECONDS / ROUND_STEPS / step_seconds)
+    return ROUND_STEPS * max(1, min(n_rounds, MAX_ROUNDS))

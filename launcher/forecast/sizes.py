@@ -1,0 +1,54 @@
+"""The runs of each size on a text: their hyperparameters, and how much they compute."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sm_nanogpt.launcher.forecast.law import MeasuredRun
+from sm_nanogpt.launcher.source import Source
+
+
+class Sizes:
+    """The runs of each size on a text, or on so many of its tokens, by a training folder's rules.
+
+    n_tokens is the length of the whole text, vocabulary_size that of its tokenizer.
+    """
+
+    def __init__(self, source: Source, n_tokens: int, vocabulary_size: int) -> None:
+        self.source = source
+        self.n_tokens = n_tokens
+        self.vocabulary_size = vocabulary_size
+
+    def values(self, size: float, n_tokens: int | None = None) -> dict[str, Any]:
+        sizes = self.source.module("sizes")
+        with self.source.running():
+            return dict(sizes.hyperparameters_for_size(size, n_tokens or self.n_tokens))
+
+    def config(self, size: float, n_tokens: int | None = None) -> Any:
+        config_class = self.source.module("config").Config
+        values = self.values(size, n_tokens)
+        with self.source.running():
+            return config_class(**values)
+
+    def run(self, size: float, n_tokens: int | None = None, loss: float = math.nan) -> MeasuredRun:
+        config = self.config(size, n_tokens)
+        trained_on = config.max_steps * config.batch_size * config.block_size
+        return MeasuredRun(config.matrix_parameters, trained_on, n_tokens or self.n_tokens, loss)
+
+    def step_work(self, config: Any) -> float:
+        """The operations of a step."""
+        return step_work(config, self.vocabulary_size)
+
+    def work(self, size: float) -> float:
+        """The operations of a run."""
+        config = self.config(size)
+        return self.step_work(config) * float(config.max_steps)
+
+
+def step_work(config: Any, vocabulary_size: int) -> float:
+    """The operations of a step: for each token 6 for a parameter, and those of attention."""
+    head = vocabulary_size * config.n_embd
+    attention = config.n_layer * config.n_embd * config.block_size
+    per_token = 6 * (config.matrix_parameters + head + attention)
+    return float(per_token * config.batch_size * config.block_size)
