@@ -255,11 +255,10 @@ class LaunchOptions:
     def check_dry_run(self) -> None:
         from sm_nanogpt.launcher.backends import backend_class
 
-        backend = backend_class(self.fields.get("instance", ""))
-        if self.dry_run and not backend.sends_request:
-            raise InputError(
-                "--dry-run shows the request to SageMaker; --instance local sends none"
-            )
+        instance = self.fields.get("instance", "")
+        if self.dry_run and not backend_class(instance).sends_request:
+            problem = f"--instance {instance} sends none"
+            raise InputError(f"--dry-run shows the request to SageMaker; {problem}")
 
 
 def typed_parameters(context: click.Context) -> set[str]:

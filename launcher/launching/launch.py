@@ -33,9 +33,9 @@ class Plan:
     """A job that is complete, checked and priced. It can be submitted, once.
 
     job has every choice made; request is what CreateTrainingJob gets, empty on this machine. In
-    USD, worst_cost is for a job that runs to its time limit, infinity if its price is unknown, and
-    ceiling what somebody allowed. placement is what the backend decided, whose settings have the
-    store and role that the job uses. channels are by the fields of the job.
+    USD, worst_cost is for a job that runs to its time limit: 0 on this machine, and infinity if its
+    price is unknown; ceiling is what somebody allowed. placement is what the backend decided, whose
+    settings have the store and role that the job uses. channels are by the fields of the job.
     """
 
     job_id: str
@@ -108,12 +108,16 @@ def prepare(
     channels = dict(draft.texts)
     for name, model in draft.models.items():
         channels[name] = model.channel
-    ceiling = ceiling_of(job, settings) if backend.bills else None
+    worst_cost = 0.0
+    ceiling = None
+    if backend.bills:
+        worst_cost = math.inf if job.worst_cost is None else job.worst_cost
+        ceiling = ceiling_of(job, settings)
     return Plan(
         job_id=job_id,
         job=job,
         request=aws_request,
-        worst_cost=math.inf if job.worst_cost is None else job.worst_cost,
+        worst_cost=worst_cost,
         ceiling=ceiling.amount if ceiling else None,
         placement=placement,
         channels=channels,

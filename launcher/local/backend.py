@@ -125,7 +125,7 @@ class LocalBackend(Backend):
     def problems(cls, request: Request) -> Iterator[tuple[str, object, str]]:
         for name, value in sorted(request.explicit_fields().items()):
             if value is not False and not cls.takes_field(name):
-                yield name, None, "is for SageMaker, not for local"
+                yield name, None, f"is for SageMaker, not for {request.instance}"
         if request.instance_count not in (None, 1):
             problem = "this machine is one host, of several processes"
             yield "instance_count", request.instance_count, problem
