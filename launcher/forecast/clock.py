@@ -111,7 +111,7 @@ class LocalClock:
         """The steps of a run, and as many more as its evaluations take, but for the last one."""
         n_tokens = min(len(self.corpus.val), config.eval_tokens)
         evaluation = n_tokens / (config.batch_size * config.block_size) / 3  # forward alone
-        n_evaluations = config.max_steps // config.eval_interval - 1
+        n_evaluations = (config.max_steps - 1) // config.eval_interval
         return float(config.max_steps + n_evaluations * evaluation)
 
     def placement(self, size: float) -> LocalPlacement:

@@ -229,6 +229,15 @@ def test_a_forecast_is_near_the_truth_and_names_the_lowest(forecaster):
     assert table.twice_text.nats < table.twice_text.high
 
 
+@pytest.mark.parametrize(("eval_interval", "evaluations"), [(13, 7), (10, 9), (100, 0)])
+def test_all_evaluations_but_the_last_take_time(forecaster, eval_interval, evaluations):
+    """One is after each interval, which need not divide the steps, and the last at the end."""
+    local_clock = clock.LocalClock(forecaster.sizes, forecaster.corpus, forecaster.ledger, print)
+    shape = {"max_steps": 100, "batch_size": 10, "block_size": 100}
+    config = Config(**shape, eval_interval=eval_interval, eval_tokens=3000)  # as one step takes
+    assert local_clock.steps_with_evaluations(config) == 100 + evaluations
+
+
 def test_times_of_a_busy_machine_are_not_kept(forecaster, monkeypatch):
     monkeypatch.setattr(clock, "is_busy", lambda: True)
     busy = forecaster.forecast("text", [], None)
