@@ -233,8 +233,13 @@ def test_a_forecast_is_near_the_truth_and_names_the_lowest(forecaster):
 def test_all_evaluations_but_the_last_take_time(forecaster, eval_interval, evaluations):
     """One is after each interval, which need not divide the steps, and the last at the end."""
     local_clock = clock.LocalClock(forecaster.sizes, forecaster.corpus, forecaster.ledger, print)
-    shape = {"max_steps": 100, "batch_size": 10, "block_size": 100}
-    config = Config(**shape, eval_interval=eval_interval, eval_tokens=3000)  # as one step takes
+    config = Config(
+        max_steps=100,
+        batch_size=10,
+        block_size=100,
+        eval_interval=eval_interval,
+        eval_tokens=3000,  # which take as long as a step
+    )
     assert local_clock.steps_with_evaluations(config) == 100 + evaluations
 
 
