@@ -268,13 +268,11 @@ class FileFinder:
 
 def records_need_tokens(file: File) -> InputError:
     """The error for records where a text by characters was asked for."""
+    skipped = Skipped()
     is_chat = False
-    try:
-        for document in documents_in(file, Skipped()):
-            is_chat = document.is_chat
-            break
-    except InputError as error:  # an upload with a tokenizer reports it
-        is_chat = error.code == "give-me"
+    with suppress(InputError):  # which an upload with a tokenizer reports
+        document = next(documents_in(file, skipped), None)
+        is_chat = document.is_chat if document else bool(skipped.talks.authors)
     problem = f"{file.shown}: is {file.format.name}, which is read as tokens"
     path = shlex.quote(file.shown)
     if is_chat:

@@ -69,9 +69,21 @@ class Talks:
     authors: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
     me: str = ""  # whose messages the model learns
+    first_position: str = ""  # of a talk between people
+    n_talks: int = 0  # between people
 
     def check(self) -> None:
-        """Say what is left out. Raises InputError if nobody is called as `me` says."""
+        """Say what is left out.
+
+        Raises InputError if it is not known whose messages the model learns, or if that person
+        wrote none.
+        """
+        if self.authors and not self.me:
+            people = list_counts(self.authors)
+            problem = f"{self.first_position}: is a chat of {people}"
+            if self.n_talks > 1:
+                problem = f"{self.first_position} and {self.n_talks - 1:,} more: chats of {people}"
+            raise InputError(problem, "give-me")
         if self.authors and self.me not in self.authors:
             problem = f"wrote no message; these did: {list_counts(self.authors)}"
             raise InputError(problem, field="me", value=self.me)
@@ -86,7 +98,7 @@ class Talks:
     def turns_of(self, talk: Talk, position: str, me: str) -> Iterator[list[str]]:
         """Yield the turns of each conversation of a talk, in which the model learns those of `me`.
 
-        Raises InputError if it is not known whose messages the model learns.
+        Without a name, the people of a talk are counted, and it yields nothing.
         """
         self.left_out.update(talk.left_out)
         if not talk.messages:
@@ -95,12 +107,12 @@ class Talks:
             conversations = [talk.messages]
             me = talk.answers
         else:
-            authors = Counter(message.author for message in talk.messages)
-            self.authors.update(authors)
+            self.authors.update(message.author for message in talk.messages)
             self.me = me
+            self.first_position = self.first_position or position
+            self.n_talks += 1
             if not me:
-                problem = f"{position}: is a chat of {list_counts(authors)}"
-                raise InputError(problem, "give-me")
+                return
             conversations = list(cut_at_pauses(talk.messages, me))
         is_group = len({message.author for message in talk.messages}) > 2
         for messages in conversations:

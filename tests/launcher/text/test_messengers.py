@@ -364,6 +364,13 @@ def test_without_a_name_those_in_the_chat_are_listed(cli, tmp_path):
     )
 
 
+def test_the_people_of_all_chats_are_listed(cli, tmp_path):
+    for name, other in [("a.txt", "Ann"), ("b.txt", "Cat")]:
+        (tmp_path / name).write_text(ANDROID.replace("Ann", other) * 9)
+    ran = cli("upload-data", "a.txt", "b.txt", "--tokenizer", "bpe")
+    assert ran.failed(2, "a.txt and 1 more: chats of Bob (54), Ann (18), Cat (18); --me NAME")
+
+
 def test_a_name_that_nobody_has_is_refused_with_those_there(cli, tmp_path):
     (tmp_path / "chat.txt").write_text(ANDROID * 9)
     ran = cli("upload-data", "chat.txt", "--tokenizer", "bpe", "--me", "Eve")
