@@ -35,7 +35,7 @@ demo: .venv/installed
 	printf '%s\n' "" "That was a sample of job $$job_id. What you can type now:" \
 		"  . .venv/bin/activate            # puts sm-nanogpt on your PATH, in this shell" \
 		"  sm-nanogpt play latest          # try the model in your browser" \
-		"  make demo TEXT=notes.txt        # the same with a text of yours" >&2
+		$(if $(TEXT),,"  make demo TEXT=notes.txt        # the same with a text of yours") >&2
 
 pytest := $(BIN)/pytest -n auto --dist worksteal
 slow := tests/slow tests/e2e/test_day.py tests/e2e/test_tutorial.py

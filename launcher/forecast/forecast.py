@@ -130,6 +130,8 @@ class Forecaster:
         recorded = self.ledger.pilots
         missing = [trial for trial in trials if trial.name not in recorded]
         n_ended = len(trials) - len(missing)
+        if missing:
+            self.report(f"{len(missing)} to run, {cores()} at a time")
         for trial, pilot in run_trials(missing, self.corpus, self.source, cores()):
             n_ended += 1
             self.ledger.add_pilot(trial.name, pilot)  # before it is reported

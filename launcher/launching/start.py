@@ -29,6 +29,7 @@ from sm_nanogpt.launcher.launching.texts import (
     readings_of,
     steps_for,
     tokens_to_read,
+    unit_of,
 )
 from sm_nanogpt.launcher.models.fetch import model_directory
 from sm_nanogpt.launcher.settings import Settings
@@ -171,7 +172,9 @@ def sized(request: Request, texts: Texts) -> Request:
         return request
     n_tokens, _ = text_length(texts)
     size = size_by_text(request, n_tokens) if request.size is None else request.size
-    logger.info(f"size: {size:g}, for {n_tokens:,} tokens of text")
+    upload = texts["data"].upload
+    assert upload is not None, "text_length knows it"
+    logger.info(f"size: {size:g}, for {n_tokens:,} {unit_of(upload)} of text")
     if not has_tuned_rates(request):
         logger.info("learning_rate, weight_decay: the size's are for muon, and left out")
     of_size = with_size(request, size, texts)

@@ -126,6 +126,10 @@ class ReportedRun:
         return int(total_steps(self.description.hyperparameters) or 0)
 
     @property
+    def generations(self) -> int:
+        return int(self.description.hyperparameters.get("generations", 1))
+
+    @property
     def configuration(self) -> dict[str, Any]:
         """Everything in which two runs may differ, by name."""
         configuration = dict(self.description.hyperparameters)

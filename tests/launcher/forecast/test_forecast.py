@@ -286,7 +286,8 @@ def test_a_pilot_is_kept_before_it_is_reported(tmp_path, lawful):
     path = tmp_path / "kept.jsonl"
 
     def check(line: str) -> None:
-        assert line.partition(":")[0] in ForecastLedger(path).pilots
+        if ": loss" in line:
+            assert line.partition(":")[0] in ForecastLedger(path).pilots
 
     Forecaster(corpus(), Source.packaged(), path, check).forecast("text", [], None)
 

@@ -172,6 +172,13 @@ def test_several_seeds_have_a_mean_and_a_spread():
     assert "Over the seeds" not in page(compare([made_up("a", "characters", 1, 1)]))
 
 
+def test_a_report_says_that_generations_begin_anew():
+    twice = made_up("a", "characters", 1, 1, generations=2, max_steps=30)
+    assert "trains 2 generations of 30 steps" in page(compare([twice]))
+    once = made_up("b", "characters", 1, 1, max_steps=30)
+    assert "generations" not in page(compare([once])).partition("<script")[0]
+
+
 def test_resume_is_no_difference_and_its_pause_no_time():
     run = made_up("a", "characters", 1, 1)
     resumed = replace(run, job=TrainingJob(data="/data", resume="b"))
