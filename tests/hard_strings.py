@@ -47,7 +47,7 @@ STRINGS = [
 ]
 SPACES = "\t\n\x0b\x0c\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u180e\u2028\u2029\u202f\u205f\u3000\ufeff"
 SPACES += "".join(map(chr, range(0x2000, 0x2010)))
-# Of contractions, and others; the long s is an S to an expression that ignores case.
+# Contractions and other endings. An expression that ignores case takes the long s for an S.
 ENDINGS = ("s", "t", "re", "ve", "m", "ll", "d", "\u017f", "\u017ft", "x", "l", "r")
 COMMON = "aZ's1 \n.-"  # beside which the characters of each category stand
 
@@ -114,6 +114,16 @@ def library_ids(tokenizer: Tokenizer, strings: list[str]) -> list[list[int]]:
     library = published_tokenizer(tokenizer.document)
     encodings = library.encode_batch(strings, add_special_tokens=False)
     return [encoding.ids for encoding in encodings]
+
+
+def unlike_library(strings: list[str], ids: list[list[int]], tokenizer: Tokenizer) -> list[str]:
+    """The texts whose ids are not those of the library."""
+    expected_ids = library_ids(tokenizer, strings)
+    differing = []
+    for string, page_ids, expected in zip(strings, ids, expected_ids, strict=True):
+        if page_ids != expected:
+            differing.append(string)
+    return differing
 
 
 def library_pieces(tokenizer: Tokenizer, text: str) -> list[str]:

@@ -67,8 +67,8 @@ def trials_of(
 ) -> list[Trial]:
     """The trials of pilots. values_of: hyperparameters by size and tokens.
 
-    A pilot on the most tokens is evaluated as often as a job,
-    which keeps its best model. The others are evaluated at their end: that is what the law is of.
+    A pilot on the most tokens is evaluated as often as a job, which keeps its best model. The
+    others, which the law alone needs, are evaluated at their end.
     """
     most_tokens = max(planned.n_tokens for planned in planned_pilots)
     trials = []

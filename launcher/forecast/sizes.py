@@ -10,7 +10,7 @@ from sm_nanogpt.launcher.source import Source
 
 
 class Sizes:
-    """The runs of each size on a text, or on so many of its tokens, by a training folder's rules.
+    """The runs of each size on a text, or on a part of it, by the rules of a training folder.
 
     n_tokens is the length of the whole text, vocabulary_size that of its tokenizer.
     """

@@ -119,7 +119,7 @@ def channel_to_send(location: str, path: Path, upload: Upload, settings: Setting
 def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) -> Corpus:
     """Read texts as a job would, with this config or the default one. Raises InputError.
 
-    Of tokens, it reads the first file of each part, which has up to 256 MiB of ids.
+    If the texts are tokens, it reads only the first file of each part: up to 256 MiB of ids.
     """
     from sm_nanogpt.entry_point.config import Config
     from sm_nanogpt.entry_point.container import Container

@@ -83,14 +83,17 @@ class SearchLedger(GroupLedger):
         unjudged = set[int]()  # seeds of the runs that were begun last
         for entry in self.entries:
             if entry["kind"] == "begun":
-                n_kills += bool(unjudged)
+                if unjudged:
+                    n_kills += 1
                 unjudged = {seed for sha256, seed in entry["runs"] if sha256 == folder}
             elif entry["kind"] == "run" and entry["folder"] == folder:
                 unjudged.discard(entry["seed"])
             elif begins_anew(entry) and entry["folder"] == folder:
                 n_kills = 0
                 unjudged = set()
-        return n_kills + bool(unjudged)
+        if unjudged:
+            n_kills += 1
+        return n_kills
 
     def is_often_killed(self, folder: str) -> bool:
         """True if a folder's runs could be lucky by kills: one that waits to be killed, unless it

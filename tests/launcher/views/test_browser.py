@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hard_strings import EXPRESSIONS, hard_strings, library_ids, split_by
+from hard_strings import EXPRESSIONS, hard_strings, split_by, unlike_library
 from jobs import file_rows, sibling
 from launching import settings_of
 from model_pages import CONFIGS, page_case, with_model
@@ -546,8 +546,7 @@ def test_a_browser_encodes_text_as_the_library(name, tokenizer, saved):
     page = page_of(lively(), {}, tokenizer, "a model", {})
     code = f"{json.dumps(strings)}.map((text) => tokenizer.encode(text))"
     ids = saved.evaluate(with_model(page, code))
-    expected = library_ids(tokenizer, strings)
-    assert [strings[n] for n in range(len(strings)) if ids[n] != expected[n]] == []
+    assert unlike_library(strings, ids, tokenizer) == []
 
 
 def test_a_saved_page_asks_nothing_of_a_network(saved, chromium):
