@@ -165,7 +165,8 @@ def test_the_loss_is_transformers_loss_of_labels(directory):
     x = torch.where(ids < 0, ~ids, ids)[None].long()
     labels = x.masked_fill(ids < 0, IGNORED)
     ours = model(x[:, :-1], labels[:, 1:], end=tokenizer.end, chats=True)
-    assert float(ours) == pytest.approx(float(theirs(x, labels=labels).loss), abs=1e-5)
+    expected = theirs(x, labels=labels).loss
+    assert ours.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 def test_a_tuning_resumes_to_the_same_bits(tuned, directory, tmp_path):

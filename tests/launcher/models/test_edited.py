@@ -356,6 +356,7 @@ def test_a_third_optimizer_tunes_and_trains(third_optimizer, tmp_path):
     config = module("config").make_config(values)
     assert config.learning_rate == 0.3
     model = module("model").GPT(config, len(VOCABULARY))
+    model.init_weights(1)
     model(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]])).backward()
     weights_before = model.embed.weight.detach().clone()
     module("optim").Optimizer(model, config, alone()).step(1.0)
