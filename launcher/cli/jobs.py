@@ -145,11 +145,9 @@ def status_command(job_id: str, as_json: bool) -> None:
         curve = tracked.curve()
     except ServiceError as error:
         note(f"no curve: {error}")
-    if (
-        job.is_running and curve is not None and curve.rows
-    ):  # SageMaker gives the newest values late
-        metrics = dict(job.metrics or {})
-        metrics.update(curve.newest)
+    if job.is_running and curve is not None and curve.rows:
+        # SageMaker gives the newest values late.
+        metrics = {**(job.metrics or {}), **curve.newest}
         job = replace(job, metrics=metrics)
     if as_json:
         print_json(data_of(job))
