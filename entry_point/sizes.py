@@ -34,8 +34,8 @@ def hyperparameters_for_size(
 ) -> dict[str, Any]:
     """The hyperparameters of a size for a text of so many tokens to train on.
 
-    chats: it is of conversations. ranks: how many share a batch. docs/hyperparameters.md has what
-    was measured behind each formula.
+    chats: it is of conversations. ranks: how many share a batch. docs/sizes.md has what was
+    measured behind each formula.
     """
     layers, heads, width = size_of_model(size)
     # It doubles from size to size: a better model makes use of more.
