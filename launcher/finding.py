@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -20,8 +20,8 @@ from sm_nanogpt.launcher.backends import (
     backend_for,
     configured_backends,
 )
-from sm_nanogpt.launcher.description import JobDescription, UnreadableJob
-from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.description import JobDescription, UnreadableJob, time_of
+from sm_nanogpt.launcher.errors import InputError, ServiceError, did_you_mean
 from sm_nanogpt.launcher.files.models import is_path
 from sm_nanogpt.launcher.files.storage import path_of
 from sm_nanogpt.launcher.job import FULL_ID, JOB_ID, WORD
@@ -113,7 +113,33 @@ def missing_job(job_id: str, locations: list[str], settings: Settings) -> Missin
         fetched_models = sorted((settings.models_dir / job_id).glob("*/"))
         if fetched_models:  # of a deleted job
             problem += f"; its model is in {fetched_models[0]}"
+    suggestion = similar_jobs(job_id, settings)
+    if suggestion:
+        problem += f"; {suggestion}"
     return Missing(problem, "no-such-job", job_id=job_id)
+
+
+def similar_jobs(reference: str, settings: Settings) -> str:
+    """Return `did you mean A or B?` with jobs that are like a reference to none, or ''.
+
+    Compared are the jobs of this machine, and those that were launched from here; no network is
+    asked.
+    """
+    jobs = list(Listing(settings).nearby())
+    job_ids = {job.job_id for job in jobs} | set(remote_launches(settings))
+    names = {job.name for job in jobs if job.name is not None}
+    return similar_to(reference, job_ids, names)
+
+
+def similar_to(reference: str, ids: Collection[str], names: Collection[str]) -> str:
+    """Return `did you mean A or B?` with the ids of jobs or sweeps, their ends, or names that are
+    like a reference; or ''. `latest` is a name where there are ids."""
+    if reference.startswith("sm-nanogpt-"):  # most of an id is like that of any other
+        return did_you_mean(reference, sorted(ids), cutoff=0.9)
+    ends = {id.removeprefix(time_of(id)).lstrip("-") for id in ids}
+    latest = {"latest"} if ids else set()
+    # Of the six characters of an end, five have to agree: four may do so by chance.
+    return did_you_mean(reference, sorted({*names, *ends, *latest}), cutoff=0.75)
 
 
 def full_id(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from sm_nanogpt.launcher.backends import LOCAL, backend_class
-from sm_nanogpt.launcher.errors import InputError, about, must_be
+from sm_nanogpt.launcher.errors import InputError, about, did_you_mean, must_be
 from sm_nanogpt.launcher.files.documents import Bytes, Document, Number, Scalar
 from sm_nanogpt.launcher.instances import types_of
 from sm_nanogpt.launcher.machines import DEFAULT_VERSION
@@ -207,8 +207,7 @@ class Request(TrainingRequest):
             if values not in source.configs:
                 presets = source.module("presets").PRESETS
                 if self.preset is not None and self.preset not in presets:
-                    choices = ", ".join(["auto", *presets])
-                    raise InputError(f"must be one of {choices}", "", "preset", self.preset)
+                    raise unknown_preset(self.preset, ["auto", *presets])
                 make_config = source.module("config").make_config
                 source.configs[values] = make_config(self.hyperparameters, self.preset, base)
             source.configs[values].check_world_size(world_size)
@@ -264,6 +263,14 @@ class TrainingJob(Request):
     def wait_limit(self) -> int:
         """Seconds that a spot job may take, with its interruptions."""
         return self.max_wait or min(2 * self.time_limit, LONGEST_RUN)
+
+
+def unknown_preset(name: str, presets: Sequence[str]) -> InputError:
+    problem = f"must be one of {', '.join(presets)}"
+    suggestion = did_you_mean(name, presets, limit=1)
+    if suggestion:
+        problem += f"; {suggestion}"
+    return InputError(problem, field="preset", value=name)
 
 
 # What a backend other than SageMaker records of a job.

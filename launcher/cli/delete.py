@@ -21,7 +21,7 @@ from sm_nanogpt.launcher.cli.options import (
 )
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import moment, note, print_columns, print_json
-from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.errors import InputError, ServiceError, did_you_mean
 from sm_nanogpt.launcher.values import counted, in_units
 
 if TYPE_CHECKING:
@@ -215,7 +215,10 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
             raise failure  # it may be there, or a running job may read it
         note(f"{sentence(failure)}; only what is on this machine will be deleted")
     if unknown:
-        raise InputError(f"there is no upload {min(unknown)}: `{command('data')}` lists them")
+        name = min(unknown)
+        suggestion = did_you_mean(name, [upload.name for upload in all_uploads])
+        hint = suggestion or f"`{command('data')}` lists them"
+        raise InputError(f"there is no upload {name}; {hint}")
     for upload in uploads:
         check_unused(upload, settings)
         note(f"{upload.name}, {upload.kind}{uploaded_by(upload)}, {used_by(upload)}:")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from sm_nanogpt.launcher.backends import Backend, backend_class, backend_for
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
-from sm_nanogpt.launcher.finding import Listing, is_part, not_asked
+from sm_nanogpt.launcher.finding import Listing, is_part, not_asked, similar_to
 from sm_nanogpt.launcher.groups.sweep import recorded_sweep
 from sm_nanogpt.launcher.job import FULL_ID
 from sm_nanogpt.launcher.launching.names import Member, member_of, next_try, recorded_groups
@@ -70,7 +70,11 @@ def find_group(reference: str, settings: Settings, everyone: bool = False) -> Jo
     if not groups:
         raise InputError(f"there are no sweeps yet{not_asked(settings)}", "no-such-sweep")
     if not matches:
-        raise InputError(f"{reference!r} matches no sweeps", "no-such-sweep")
+        problem = f"{reference!r} matches no sweeps"
+        suggestion = similar_to(reference, groups, group_names(jobs))
+        if suggestion:
+            problem += f"; {suggestion}"
+        raise InputError(problem, "no-such-sweep")
     if len(matches) > 1:
         raise InputError(f"{reference!r} matches {len(matches)} sweeps", "no-such-sweep")
 
@@ -87,6 +91,18 @@ def groups_of(jobs: Iterable[JobDescription]) -> set[str]:
     """The ids of the sweeps of these jobs."""
     members = [member_of(job.job_id) for job in jobs]
     return {member.group for member in members if member is not None}
+
+
+def group_names(jobs: Iterable[JobDescription]) -> set[str]:
+    """The names of the sweeps and searches of these jobs."""
+    names = set()
+    for job in jobs:
+        member = member_of(job.job_id)
+        if job.search is not None:
+            names.add(job.search)
+        elif member is not None and job.name is not None:
+            names.add(job.name.removesuffix(member.suffix))
+    return names
 
 
 def part_of_id(reference: str, jobs: Iterable[JobDescription]) -> str:

@@ -23,8 +23,8 @@ from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.models import is_path, model_files
 from sm_nanogpt.launcher.files.progress import Progress, byte_progress
 from sm_nanogpt.launcher.files.scratch import scratch
-from sm_nanogpt.launcher.finding import find
-from sm_nanogpt.launcher.job import FULL_ID, JOB_ID
+from sm_nanogpt.launcher.finding import find, similar_jobs
+from sm_nanogpt.launcher.job import FULL_ID, JOB_ID, WORD
 from sm_nanogpt.launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,10 @@ def model_directory(model: str, settings: Settings, entry_point: Path | None = N
     elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model):
         download_command = f"hf download {model} --local-dir {model.partition('/')[2]}"
         problem += f"; for that of the Hugging Face Hub, `{download_command}`"
+    elif WORD.fullmatch(model):  # the name of a job may have dots and underscores
+        suggestion = similar_jobs(model, settings)
+        if suggestion:
+            problem += f"; {suggestion}"
     raise InputError(f"{model}: {problem}")
 
 

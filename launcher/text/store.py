@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import Field
 
 from sm_nanogpt.launcher.aws import Missing, Offline, aws_session, check_bucket, make_client
-from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.errors import InputError, ServiceError, did_you_mean
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.cache import Cache
 from sm_nanogpt.launcher.files.documents import Count, Damaged
@@ -164,11 +164,21 @@ def find_text(typed: str, settings: Settings) -> str:
         uri = storage.join(root, typed)
         if is_uploaded(uri, settings, if_offline=True):
             return uri
-    raise no_upload(typed)
+    names: list[str] = []
+    for root in roots:
+        with suppress(InputError, ServiceError):
+            names += names_in(root, settings)
+    raise no_upload(typed, names)
 
 
-def no_upload(typed: str) -> InputError:
-    return InputError(f"there is neither a file nor an upload {typed}", "no-upload")
+def no_upload(typed: str, names: Iterable[str]) -> InputError:
+    """The error for what is neither a file nor an upload, with those of the uploads like it."""
+    problem = f"there is neither a file nor an upload {typed}"
+    stems = {name.rpartition("-")[0] for name in names}
+    suggestion = did_you_mean(typed, sorted({*names, *stems}))
+    if suggestion:
+        problem += f"; {suggestion}"
+    return InputError(problem, "no-upload")
 
 
 def find_by_part(part: str, roots: Iterable[str], settings: Settings) -> str:
@@ -185,7 +195,7 @@ def find_by_part(part: str, roots: Iterable[str], settings: Settings) -> str:
     if match is None:
         if failure is not None:
             raise failure.within(f"cannot find the upload {part!r}")
-        raise no_upload(part)
+        raise no_upload(part, uris)
     if failure is not None:
         logger.info(f"{failure}; only this machine has been searched for {part}")
     return uris[match]

@@ -10,14 +10,16 @@ import shutil
 import sys
 from unittest.mock import Mock
 
+import launching
 import pytest
 from access import ACCOUNT
-from jobs import copy_job
+from jobs import copy_job, write_job
 
 import sm_nanogpt as sm
 from sm_nanogpt import ServiceError, Settings
 from sm_nanogpt.launcher.files.storage import write_json
-from sm_nanogpt.launcher.finding import full_id
+from sm_nanogpt.launcher.finding import find, full_id, similar_to
+from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.sagemaker.caller import (
     LAST_LAUNCHED,
     Caller,
@@ -395,6 +397,36 @@ def test_a_part_of_an_id_is_unique_and_not_short(job, home, cli):
     assert cli("stop", moment).failed(2, "matches 2 jobs: ", job.job_id, other)
     for middle in (job.job_id[12:18], job.job_id[21:25]):  # neither start, end nor time
         assert cli("status", middle).failed(1, "there is no job")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("sm-nanogpt-20261130-055203-b8e313", "sm-nanogpt-20261130-055203-b8e312"),
+        ("b8e313", "b8e312"),
+        ("latst", "latest"),
+        ("basline", "baseline"),
+    ],
+)
+def test_a_typo_in_a_job_is_answered_by_what_is_like_it(home, typed, meant):
+    for job_id, name in (
+        ("sm-nanogpt-20261130-055203-b8e312", None),
+        ("sm-nanogpt-20261130-055209-8f40ca", "baseline"),
+    ):
+        directory = home / "jobs" / job_id
+        text = (home / "input.txt").as_uri()
+        write_job(directory, job=TrainingJob(instance="local", data=text, name=name))
+    with pytest.raises(ServiceError) as caught:
+        find(typed, launching.settings_of(home))
+    assert caught.value.problem.endswith(f"; did you mean {meant}?")
+
+
+def test_a_word_that_is_like_no_job_has_no_suggestion():
+    ids = ["sm-nanogpt-20261130-055203-b8e312"]
+    other_ids = ["sm-nanogpt-20261130-055203-79bf20", "sm-nanogpt-20261129-101500-b8e312"]
+    for word in ("shakespeare", "ffffff", "b8ffff", *other_ids):
+        assert similar_to(word, ids, ["baseline"]) == ""
+    assert similar_to("latst", [], []) == ""
 
 
 # -- which one is latest ---------------------------------------------------------------------------

@@ -53,6 +53,12 @@ def test_a_job_refuses_values_in_the_scripts_words():
         assert refusal(hyperparameters=values) == str(caught.value)
 
 
+def test_a_typo_in_a_preset_is_answered_by_what_is_like_it():
+    assert refusal(preset="atuo").endswith("small, gpt2; did you mean auto?")
+    assert refusal(preset="laptp").endswith("; did you mean laptop?")
+    assert refusal(preset="enormous").endswith("small, gpt2")
+
+
 def test_a_name_is_a_word_of_its_own():
     for name in ("latest", "sm-nanogpt-mine", "a b", "-a", "../a", "é", "a" * 64, ".a"):
         assert refusal(name=name).startswith(f"name={name}: must be at most 63 letters")

@@ -15,7 +15,7 @@ from sm_nanogpt import InputError, ServiceError, upload_data, uploads
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.settings import Settings, load_settings
 from sm_nanogpt.launcher.text.channels import find_channel
-from sm_nanogpt.launcher.text.store import find_text, find_upload, last_upload
+from sm_nanogpt.launcher.text.store import find_text, find_upload, last_upload, no_upload
 
 
 @pytest.fixture
@@ -281,6 +281,13 @@ def test_a_word_of_nothing_is_no_upload(two_uploads, monkeypatch, tmp_path, word
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=f"neither a file nor an upload {word}"):
         find_text(word, load_settings())
+
+
+def test_a_typo_in_an_upload_is_answered_by_what_is_like_it():
+    names = ["notes-0123456789ab", "shakespeare-3270fd896e2e"]
+    assert str(no_upload("shakspeare", names)).endswith("; did you mean shakespeare?")
+    assert str(no_upload("notes-0123456789aa", names)).endswith("mean notes-0123456789ab?")
+    assert str(no_upload("fix", names)) == "there is neither a file nor an upload fix"
 
 
 @pytest.mark.parametrize("option", ["--data", "--validation"])
