@@ -128,7 +128,7 @@ def branch_of(mapping: dict[str, Any], last: Any) -> list[dict[str, Any]]:
 def add_chatgpt_message(talk: Talk, message: dict[str, Any]) -> None:
     author = (message.get("author") or {}).get("role")
     content = message.get("content") or {}
-    kind = content.get("content_type", "")
+    kind = content.get("content_type") or ""
     metadata = message.get("metadata") or {}
     if author not in ("user", ASSISTANT) or metadata.get("is_visually_hidden_from_conversation"):
         if author == "tool":
@@ -154,16 +154,25 @@ def read_claude(conversations: list[Any]) -> Iterator[Talk]:
         talk = Talk(answers=ASSISTANT)
         for message in conversation.get("chat_messages") or []:
             content = message.get("content") or []
-            texts = [part["text"] for part in content if is_text(part.get("text"))]
+            text_parts = [part for part in content if has_fields(part, "text")]
+            other_parts = [part for part in content if not has_fields(part, "text")]
+            texts = [part["text"] for part in text_parts if is_text(part["text"])]
             text = "\n".join(texts) or message.get("text") or ""
             author = ASSISTANT if message.get("sender") == ASSISTANT else "user"
             talk.add(author, text)
-            other_parts = [part for part in content if "text" not in part]
-            talk.left_out.update(part["type"].replace("_", " ") for part in other_parts)
+            talk.left_out.update(kind_of_part(part) for part in other_parts)
             for field in ("attachments", "files"):
                 talk.left_out["attached file"] += len(message.get(field) or [])
         talk.left_out = +talk.left_out  # without those that are 0
         yield talk
+
+
+def kind_of_part(part: Any) -> str:
+    """What is left out with a part of a message that is no text, such as `tool use`."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not is_text(kind):
+        return "part of an unknown kind"
+    return str(kind).replace("_", " ")
 
 
 def is_telegram_chat(value: Any) -> bool:
@@ -218,7 +227,7 @@ def telegram_text(text: Any) -> str:
     if isinstance(text, str):
         return text
     parts = text if isinstance(text, list) else []
-    return "".join(part if isinstance(part, str) else part.get("text", "") for part in parts)
+    return "".join(part if isinstance(part, str) else part.get("text") or "" for part in parts)
 
 
 def seconds_of(message: dict[str, Any]) -> float:

@@ -94,6 +94,28 @@ def test_claudes_export_has_its_conversations(tmp_path):
     assert skipped.talks.left_out == {"attached file": 1, "tool use": 1}
 
 
+@pytest.mark.parametrize("part", [{"name": "search"}, {"type": None}, "Fine.", None])
+def test_a_part_of_an_unknown_kind_alone_is_left_out(tmp_path, part):
+    messages = [
+        {"sender": "human", "text": "How are you?"},
+        {"sender": "assistant", "content": [{"type": "text", "text": "Fine.\nAnd you?"}, part]},
+    ]
+    path = write_json(tmp_path / "conversations.json", [{"chat_messages": messages}])
+    found, skipped = conversations(path)
+    assert found == [ASKED]
+    assert skipped.talks.left_out == {"part of an unknown kind": 1}
+
+
+def test_a_message_of_chatgpt_without_a_kind_alone_is_left_out(tmp_path):
+    without_kind = {"message": {"author": {"role": "user"}, "content": {"content_type": None}}}
+    mapping = {**CHATGPT["mapping"], "root": {**without_kind, "parent": None}}
+    found, skipped = conversations(
+        write_json(tmp_path / "conversations.json", [{**CHATGPT, "mapping": mapping}])
+    )
+    assert found == [ASKED]
+    assert skipped.talks.left_out["message without text"] == 1
+
+
 # -- messengers ------------------------------------------------------------------------------------
 
 ANDROID = """\
