@@ -14,15 +14,11 @@ from collections.abc import Iterator
 from typing import IO
 
 from sm_nanogpt.launcher.errors import InputError
-from sm_nanogpt.launcher.text.messengers import (
-    WHATSAPP_START,
-    names_of_people,
-    read_whatsapp,
-    talks_in,
-)
+from sm_nanogpt.launcher.text.messengers import names_of_people, talks_in
 from sm_nanogpt.launcher.text.records import number_talks
 from sm_nanogpt.launcher.text.talks import Talk
 from sm_nanogpt.launcher.text.unpacking import Unpacking
+from sm_nanogpt.launcher.text.whatsapp import WHATSAPP_START, read_whatsapp
 
 logger = logging.getLogger(__name__)
 

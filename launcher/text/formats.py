@@ -11,7 +11,6 @@ from pathlib import Path, PurePath
 from typing import IO
 
 from sm_nanogpt.launcher.text.archives import read_zip
-from sm_nanogpt.launcher.text.messengers import WHATSAPP_START, read_whatsapp
 from sm_nanogpt.launcher.text.plain import (
     converter,
     texts_of_mailbox,
@@ -26,6 +25,7 @@ from sm_nanogpt.launcher.text.records import (
     read_table,
 )
 from sm_nanogpt.launcher.text.unpacking import Compression, compression_of, without_compression
+from sm_nanogpt.launcher.text.whatsapp import WHATSAPP_START, read_whatsapp
 
 Reader = Callable[[IO[bytes], str, str], Records]  # of a file, its name, the field of its texts
 Converter = Callable[[io.BufferedReader], io.BufferedReader]  # a file in UTF-8 to its text

@@ -7,23 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exported import ANDROID, ASKED, conversations
 
 from sm_nanogpt import InputError
 from sm_nanogpt.launcher.text.corpus import upload_data
-from sm_nanogpt.launcher.text.documents import documents_in
 from sm_nanogpt.launcher.text.messengers import talks_in
-from sm_nanogpt.launcher.text.reading import detect_file
-from sm_nanogpt.launcher.text.skipped import Skipped
-
-ASKED = ["user\nHow are you?", "assistant\nFine.\nAnd you?"]
-
-
-def conversations(path: Path, me: str = "") -> tuple[list[list[str]], Skipped]:
-    """The turns of each conversation of a file, and what was left out."""
-    skipped = Skipped()
-    file = detect_file(path, me=me)
-    documents = [list(document.pieces) for document in documents_in(file, skipped)]
-    return documents, skipped
 
 
 def write_json(path: Path, value: Any) -> Path:
@@ -117,96 +105,6 @@ def test_a_message_of_chatgpt_without_a_kind_alone_is_left_out(tmp_path):
 
 
 # -- messengers ------------------------------------------------------------------------------------
-
-ANDROID = """\
-12/03/24, 14:05 - Messages and calls are end-to-end encrypted.
-12/03/24, 14:05 - Ann: How are you?
-12/03/24, 14:06 - Bob: Fine.
-12/03/24, 14:06 - Bob: And you?
-12/03/24, 14:07 - Ann: <Media omitted>
-12/03/24, 14:07 - Ann: This message was deleted
-13/03/24, 09:30 - Ann: Two
-lines: and this
-13/03/24, 09:31 - Bob: Yes. <This message was edited>
-"""
-IOS = """\
-[12.03.24, 14:05:33] Ann: \u200eMessages and calls are end-to-end encrypted.
-[12.03.24, 14:05:34] Ann: How are you?
-[12.03.24, 14:06:01] Bob: Fine.
-[12.03.24, 14:06:02] Bob: And you?
-\u200e[12.03.24, 14:07:10] Ann: \u200eimage omitted
-[12.03.24, 14:07:11] Ann: \u200eThis message was deleted.
-[13.03.24, 09:30:00] Ann: Two
-lines: and this
-[13.03.24, 09:31:00] Bob: Yes. \u200e<This message was edited>
-"""
-AMERICAN = ANDROID.replace("14:0", "2:0").replace(" - ", "\u202fPM - ").replace("9:3", "9:3")
-
-
-@pytest.mark.parametrize("text", [ANDROID, IOS, AMERICAN], ids=["Android", "iOS", "12 hours"])
-def test_whatsapps_text_is_read_in_each_style(tmp_path, text):
-    (tmp_path / "chat.txt").write_text(text, "utf-8")
-    found, skipped = conversations(tmp_path / "chat.txt", me="Bob")
-    assert found == [ASKED, ["user\nTwo\nlines: and this", "assistant\nYes."]]
-    left_out = {"note of the service": 1, "photo, recording, or file": 1, "deleted message": 1}
-    assert skipped.talks.left_out == left_out
-
-
-CAPTIONS = [
-    "IMG-1.jpg (file attached)\nA caption.",
-    "<Media omitted>\nA caption.",
-    "A caption. \u200e<attached: 00000012-PHOTO.jpg>",
-]
-
-
-@pytest.mark.parametrize("text", CAPTIONS)
-def test_the_caption_of_a_photo_of_whatsapp_stays(tmp_path, text):
-    lines = f"12/03/24, 14:05 - Ann: {text}\n12/03/24, 14:06 - Bob: Nice!\n"
-    (tmp_path / "chat.txt").write_text(lines, "utf-8")
-    found, skipped = conversations(tmp_path / "chat.txt", me="Bob")
-    assert found == [["user\nA caption.", "assistant\nNice!"]]
-    assert skipped.talks.left_out == {"photo, recording, or file": 1}
-
-
-@pytest.mark.parametrize("text", ["Contract.pdf • \u200e2 pages \u200edocument omitted", "null"])
-def test_a_file_of_whatsapp_without_a_caption_is_left_out(tmp_path, text):
-    (tmp_path / "chat.txt").write_text(f"12/03/24, 14:05 - Ann: {text}\n", "utf-8")
-    found, skipped = conversations(tmp_path / "chat.txt", me="Bob")
-    assert found == []
-    assert skipped.talks.left_out == {"photo, recording, or file": 1}
-
-
-@pytest.mark.parametrize("text", ["Call \u200e+49 30 1234!", "<html>\n<body>"])
-def test_what_people_write_in_whatsapp_stays(tmp_path, text):
-    """Also the mark of WhatsApp's own words, which keyboards and telephone numbers have, too."""
-    lines = f"12/03/24, 14:05 - Ann: {text}\n12/03/24, 14:06 - Bob: Fine.\n"
-    (tmp_path / "chat.txt").write_text(lines, "utf-8")
-    found, skipped = conversations(tmp_path / "chat.txt", me="Bob")
-    assert found == [[f"user\n{text}", "assistant\nFine."]]
-    assert not skipped.talks.left_out
-
-
-@pytest.mark.parametrize("note", ["", "12/03/2024 14:05 - Nem o WhatsApp pode ler.\n"])
-def test_whatsapps_date_may_have_no_comma(tmp_path, note):
-    lines = "12/03/2024 14:05 - Ann: How are you?\n12/03/2024 14:06 - Bob: Fine.\n"
-    (tmp_path / "chat.txt").write_text(note + lines)
-    assert conversations(tmp_path / "chat.txt", me="Bob")[0] == [
-        ["user\nHow are you?", "assistant\nFine."]
-    ]
-
-
-LOGS = [
-    "2024-03-12 14:05:33 - start: now\n",
-    "12/03/2024 14:05:33 - INFO: started\n",
-    "[12/03/2024 14:05:33] INFO: started\n",
-    "12/03/2024 14:05 - Went to the sea\n",
-]
-
-
-@pytest.mark.parametrize("line", LOGS)
-def test_a_log_with_times_is_no_chat_of_whatsapp(tmp_path, line):
-    (tmp_path / "a.txt").write_text(line * 9)
-    assert detect_file(tmp_path / "a.txt").format.is_plain
 
 
 def telegram_message(author: str, text: Any, minute: int, **fields: Any) -> dict[str, Any]:
