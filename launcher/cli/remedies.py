@@ -87,6 +87,7 @@ REMEDIES: dict[str, str] = {
     " for the model of that job, and `--tokenizer bpe` for a new one",
     "chats-as-tokens": "add --tokenizer bpe, or --tokenizer JOB-ID for the model of a job",
     "give-me": "--me NAME says whose messages are the answers",
+    "read-as-chat": "--me NAME, whose messages are the answers, reads it as a chat",
     "needs-bpe": "train a base on `{sm} upload-data TEXT --tokenizer bpe`",
     "take-plain": "`--include {glob}` takes such files as plain text",
     "name-column": "`--tokenizer bpe --column NAME` reads a column of it",

@@ -123,7 +123,7 @@ WHATSAPP = Format(
     "a chat of WhatsApp",
     ".txt",
     magic=WHATSAPP_START,
-    help="chats that WhatsApp exported, by their first line",
+    help="chats that WhatsApp exported, by their lines",
     reader=read_whatsapp,
     is_text=True,
 )

@@ -26,6 +26,7 @@ from sm_nanogpt.launcher.text.formats import (
     PARQUET,
     PLAIN,
     TABLE,
+    WHATSAPP,
     Format,
     advice_for,
     fill_in,
@@ -34,6 +35,7 @@ from sm_nanogpt.launcher.text.formats import (
 )
 from sm_nanogpt.launcher.text.tables import columns_in
 from sm_nanogpt.launcher.text.unpacking import Compression, bounded, compression_of, zstd
+from sm_nanogpt.launcher.text.whatsapp import LOOK_BYTES, is_chat
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +104,10 @@ def detect_file(
     if encoding and not codec and format is not PARQUET and not is_utf8_file(file, encoding):
         codec = encoding
     text = beginning.decode(codec or "utf-8", "ignore").lstrip("\ufeff\r\n")
+    if format is WHATSAPP and not holds_chat(file, codec):
+        warning = f"{file.shown}: has times as a chat of WhatsApp has, but is read as text"
+        logger.warning(warning, extra={"code": "read-as-chat"})
+        format = PLAIN
     if format is PLAIN and not plain:
         format = guess_format(text, file)
     if format is JSON and not text.lstrip().startswith("["):
@@ -109,9 +115,15 @@ def detect_file(
     return replace(file, format=format, encoding=codec)
 
 
-def read_beginning(file: File) -> bytes:
+def read_beginning(file: File, size: int = DETECT_BYTES) -> bytes:
     with open_text(file) as content:
-        return content.read(DETECT_BYTES)
+        return content.read(size)
+
+
+def holds_chat(file: File, codec: str) -> bool:
+    """True if a file that begins as a chat of WhatsApp holds one."""
+    beginning = read_beginning(file, LOOK_BYTES)
+    return is_chat(beginning.decode(codec or "utf-8", "ignore"), file.path.name, file.me)
 
 
 def codec_of_mark(beginning: bytes) -> str:

@@ -1,13 +1,18 @@
-"""Read the text of a chat that WhatsApp has exported, of Android or of iOS."""
+"""Read the text of a chat that WhatsApp has exported, of Android or of iOS; tell it from a diary.
+
+A diary may begin with a time as a chat does, and have a colon in its lines.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import IO
 
 from sm_nanogpt.launcher.text.encodings import read_text
-from sm_nanogpt.launcher.text.talks import Talk
+from sm_nanogpt.launcher.text.talks import PAUSE, Message, Talk
 from sm_nanogpt.launcher.text.unpacking import CHUNK
 
 WHATSAPP_LINE = re.compile(
@@ -38,6 +43,65 @@ WHATSAPP_DELETED = re.compile(
     r"|diese nachricht wurde gelöscht|du hast diese nachricht gelöscht)\.?",
     re.IGNORECASE,
 )
+
+
+LOOK_BYTES = 1 << 16  # of a file, by which a chat is told from a diary
+FILE_NAME = re.compile(r"whatsapp|^_chat\.txt$", re.IGNORECASE)  # as WhatsApp names its exports
+LEVELS = {"DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL"}  # what a log has before a colon
+MIN_REPEATED = 0.8  # share of the messages whose author wrote more than one
+MIN_ANSWERS = 0.1  # share of the messages that come within PAUSE of one by somebody else
+
+
+def is_chat(text: str, file_name: str, me: str) -> bool:
+    """True if the beginning of a text, which has times as a chat of WhatsApp has them, is of one.
+
+    A sign of the program says so, or that `me`, whose messages are to be learned, wrote some. Else
+    what stands before the colons has to be names: at least two, which repeat and answer each other.
+    """
+    first_line = text.partition("\n")[0]
+    is_note = "WhatsApp" in first_line and ": " not in first_line
+    if is_note or "\u200e" in text or FILE_NAME.search(file_name):
+        return True
+    messages = named_messages(text)
+    counts = Counter(message.author for message in messages)
+    if me in counts:
+        return True
+    if len(counts) < 2 or not LEVELS.isdisjoint(counts):
+        return False
+    n_repeated = sum(count for count in counts.values() if count > 1)
+    is_repeated = n_repeated >= MIN_REPEATED * len(messages)
+    return is_repeated and count_answers(messages) >= MIN_ANSWERS * len(messages)
+
+
+def named_messages(text: str) -> list[Message]:
+    """The first lines of the messages of a text that have an author."""
+    messages = []
+    dates: dict[str, int] = {}  # numbered in their order
+    for line in text.removeprefix("\ufeff").splitlines():
+        match = WHATSAPP_LINE.match(line)
+        if match is None:
+            continue
+        author, colon, content = match["message"].partition(": ")
+        if colon:
+            day = dates.setdefault(match["date"], len(dates))
+            seconds = day * 86_400 + time_of_day(match)
+            messages.append(Message(name_of(author), content, seconds))
+    return messages
+
+
+def count_answers(messages: Sequence[Message]) -> int:
+    """How many of the messages come soon after one by somebody else."""
+    n_answers = 0
+    for last, message in pairwise(messages):
+        is_soon = abs(message.seconds - last.seconds) <= PAUSE
+        if is_soon and message.author != last.author:
+            n_answers += 1
+    return n_answers
+
+
+def name_of(author: str) -> str:
+    """A name without the marks and signs that WhatsApp puts around it."""
+    return author.strip("\u200e\u202a\u202c~ \u202f")
 
 
 def read_whatsapp(file: IO[bytes], name: str, column: str) -> Iterator[tuple[str, Talk]]:
@@ -80,7 +144,7 @@ def add_whatsapp_message(talk: Talk, lines: list[str], day: int) -> None:
         talk.left_out["note of the service"] += 1
     elif text or not n_files:
         seconds = day * 86_400 + time_of_day(match)
-        talk.add(author.strip("\u200e\u202a\u202c~ \u202f"), text, seconds)
+        talk.add(name_of(author), text, seconds)
 
 
 def time_of_day(match: re.Match[str]) -> int:

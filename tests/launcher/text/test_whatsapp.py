@@ -6,6 +6,7 @@ import pytest
 from exported import ANDROID, ASKED, conversations
 
 from sm_nanogpt.launcher.text.reading import detect_file
+from sm_nanogpt.launcher.text.whatsapp import is_chat
 
 IOS = """\
 [12.03.24, 14:05:33] Ann: \u200eMessages and calls are end-to-end encrypted.
@@ -49,7 +50,7 @@ def test_the_caption_of_a_photo_of_whatsapp_stays(tmp_path, text):
 @pytest.mark.parametrize("text", ["Contract.pdf • \u200e2 pages \u200edocument omitted", "null"])
 def test_a_file_of_whatsapp_without_a_caption_is_left_out(tmp_path, text):
     (tmp_path / "chat.txt").write_text(f"12/03/24, 14:05 - Ann: {text}\n", "utf-8")
-    found, skipped = conversations(tmp_path / "chat.txt", me="Bob")
+    found, skipped = conversations(tmp_path / "chat.txt", me="Ann")
     assert found == []
     assert skipped.talks.left_out == {"photo, recording, or file": 1}
 
@@ -85,3 +86,57 @@ LOGS = [
 def test_a_log_with_times_is_no_chat_of_whatsapp(tmp_path, line):
     (tmp_path / "a.txt").write_text(line * 9)
     assert detect_file(tmp_path / "a.txt").format.is_plain
+
+
+DIARY = """\
+12/03/2024 14:05 - Had breakfast: eggs
+12/03/2024 14:30 - Called Mom: all is well
+13/03/2024 09:00 - To do: the dishes
+13/03/2024 21:00 - To do: sleep
+"""
+MEALS = """\
+12/03/24, 08:00 - Breakfast: eggs
+12/03/24, 13:00 - Lunch: soup
+12/03/24, 19:30 - Dinner: bread
+"""
+LEVELS = """\
+12/03/2024 14:05 - INFO: started
+12/03/2024 14:05 - WARNING: the disk is nearly full
+"""
+
+
+@pytest.mark.parametrize("text", [DIARY, MEALS, LEVELS], ids=["diary", "meals", "levels"])
+def test_a_diary_is_text_and_a_line_says_so(tmp_path, caplog, text):
+    (tmp_path / "diary.txt").write_text(text)
+    assert detect_file(tmp_path / "diary.txt").format.is_plain
+    [record] = caplog.records
+    assert record.getMessage().endswith(
+        "diary.txt: has times as a chat of WhatsApp has, but is read as text"
+    )
+    assert vars(record)["code"] == "read-as-chat"
+
+
+TALK = "12/03/2024 14:05 - Ann: How are you?\n12/03/2024 14:06 - Bob: Fine.\n"
+
+
+def test_a_short_chat_is_known_by_a_name_or_its_file(tmp_path):
+    (tmp_path / "a.txt").write_text(TALK)
+    assert detect_file(tmp_path / "a.txt").format.is_plain
+    assert not detect_file(tmp_path / "a.txt", me="Bob").format.is_plain
+    (tmp_path / "WhatsApp Chat with Ann.txt").write_text(TALK)
+    assert not detect_file(tmp_path / "WhatsApp Chat with Ann.txt").format.is_plain
+
+
+def test_a_chat_is_known_by_names_that_answer_each_other(tmp_path):
+    (tmp_path / "a.txt").write_text(TALK * 2)
+    assert not detect_file(tmp_path / "a.txt").format.is_plain
+    later = TALK.replace("14:06", "16:06")
+    (tmp_path / "b.txt").write_text(later * 2)
+    assert detect_file(tmp_path / "b.txt").format.is_plain
+
+
+def test_a_sign_of_whatsapp_makes_a_text_its_chat():
+    """The mark that iOS writes, or the note on how safe the program is, in any language."""
+    assert is_chat("[12.03.24, 14:05:33] Ann: \u200eimage omitted\n", "a.txt", "")
+    assert is_chat("12/03/2024 14:05 - Nem o WhatsApp pode ler.\n", "a.txt", "")
+    assert not is_chat("12/03/2024 14:05 - Wrote on WhatsApp: to Ann\n", "a.txt", "")
