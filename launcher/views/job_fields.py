@@ -64,11 +64,16 @@ def data_name(job: JobDescription) -> str:
 
 
 def step_text(job: JobDescription) -> str | None:
-    """The newest step and the planned number."""
+    """The newest step and the planned number.
+
+    A job that is stopped writes a checkpoint, and no row of its curve.
+    """
     metrics = job.metrics or {}
-    if "step" not in metrics:
+    steps = [metrics.get("step"), job.checkpoint_step]
+    known_steps = [step for step in steps if step is not None]
+    if not known_steps:
         return None
-    return f"{metrics['step']:.0f}/{total_steps(job.hyperparameters)}"
+    return f"{max(known_steps):.0f}/{total_steps(job.hyperparameters)}"
 
 
 def four_digits(number: float | None) -> str | None:

@@ -1,0 +1,39 @@
+"""What is shown of a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sm_nanogpt.launcher.description import JobDescription
+from sm_nanogpt.launcher.views.job_fields import columns_of, texts_of
+
+
+def description(**values: Any) -> JobDescription:
+    return JobDescription(
+        job_id="sm-nanogpt-20261130-055203-b8e312",
+        status="Stopped",
+        secondary_status="Stopped",
+        instance="local",
+        instance_count=1,
+        created=0.0,
+        data="file:///home/ann/store/data/notes-0123456789ab",
+        hyperparameters={"max_steps": 600},
+        **values,
+    )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "checkpoint_step", "step"),
+    [
+        (None, None, None),
+        (None, 45, "45/600"),
+        ({"step": 100}, 145, "145/600"),
+        ({"step": 200}, 100, "200/600"),
+    ],
+)
+def test_a_step_is_that_of_the_curve_or_of_a_later_checkpoint(metrics, checkpoint_step, step):
+    job = description(metrics=metrics, checkpoint_step=checkpoint_step)
+    assert texts_of(job)["step"] == step
+    assert columns_of([job])["STEP"] == [step]
