@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from sm_nanogpt.launcher.settings import Settings
     from sm_nanogpt.launcher.tracking import TrackedJob
 
+TEXT_CHANNELS = ("training", "validation")
+
 # Control characters except tab and newline, and marks that reorder text on a terminal.
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
@@ -61,7 +63,7 @@ def report_end(description: JobDescription, settings: Settings, *expected: str) 
 
 def next_step(description: JobDescription, settings: Settings) -> str:
     """The likely next command for a job that has ended."""
-    from sm_nanogpt.launcher.text.store import known_upload
+    from sm_nanogpt.launcher.text.store import deleted_uploads, known_upload
 
     job_id = description.job_id
     if description.search:
@@ -71,10 +73,15 @@ def next_step(description: JobDescription, settings: Settings) -> str:
         chats = upload is not None and upload.chats
         return f"next: {command('chat' if chats else 'fetch-and-sample', job_id)}"
     if description.checkpoint_uri is not None:
-        return (
-            f"resume from its checkpoint of step {description.checkpoint_step}:"
-            f" `{command('launch', '--resume', job_id)}`"
-        )
+        checkpoint = f"its checkpoint of step {description.checkpoint_step}"
+        resume = f"`{command('launch', '--resume', job_id)}`"
+        texts = [uri for name, uri in description.inputs.items() if name in TEXT_CHANNELS]
+        deleted = deleted_uploads(texts, settings)
+        if deleted:
+            sample = f"`{command('fetch-and-sample', job_id)}` takes the model of {checkpoint}"
+            again = f"when the same text is uploaded again, {resume} goes on from there"
+            return f"its text, {deleted[0]}, was deleted: {sample}; {again}"
+        return f"resume from {checkpoint}: {resume}"
     return f"it left no checkpoint; read its log: `{command('logs', job_id)}`"
 
 

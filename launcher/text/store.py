@@ -148,6 +148,19 @@ def known_upload(uri: str | None, settings: Settings) -> Upload | None:
         return None
 
 
+def deleted_uploads(uris: Iterable[str], settings: Settings) -> list[str]:
+    """The names of the uploads at these URIs that are gone; none of which a store does not tell."""
+    names = []
+    for uri in uris:
+        name = uri.rstrip("/").rpartition("/")[2]
+        if not UPLOAD_NAME.fullmatch(name):
+            continue
+        with suppress(InputError, ServiceError):
+            if read_manifest(uri, settings) is None:
+                names.append(name)
+    return names
+
+
 def find_text(typed: str, settings: Settings) -> str:
     """Resolve the name of an upload, a part of the name, or its earlier location to its URI.
 

@@ -8,9 +8,12 @@ import math
 import sys
 import time
 
+import launching
 import pytest
 
-from sm_nanogpt.launcher.cli.show import print_columns, print_json
+from sm_nanogpt import upload_data
+from sm_nanogpt.launcher.cli.show import next_step, print_columns, print_json
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.files.progress import byte_progress
 
 
@@ -68,6 +71,40 @@ def test_a_long_upload_shows_a_progress_bar(monkeypatch):
         progress(1_000_000)
     assert isinstance(sys.stderr, Terminal)
     assert "upload: 100%" in sys.stderr.getvalue()
+
+
+def stopped_job(data: str) -> JobDescription:
+    return JobDescription(
+        job_id="sm-nanogpt-20261130-055203-b8e312",
+        status="Stopped",
+        secondary_status="Stopped",
+        instance="local",
+        instance_count=1,
+        created=0.0,
+        data=data,
+        inputs={"training": data},
+        checkpoint_uri="file:///checkpoints",
+        checkpoint_step=45,
+    )
+
+
+def test_a_stopped_job_is_resumed_from_its_checkpoint(home, text_file):
+    settings = launching.settings_of(home)
+    job = stopped_job(upload_data(text_file, settings).uri)
+    assert next_step(job, settings) == (
+        f"resume from its checkpoint of step 45: `sm-nanogpt launch --resume {job.job_id}`"
+    )
+
+
+def test_a_job_whose_text_was_deleted_is_resumed_after_an_upload(home):
+    settings = launching.settings_of(home)
+    job = stopped_job((home / "store/data/notes-0123456789ab").as_uri())
+    assert next_step(job, settings) == (
+        "its text, notes-0123456789ab, was deleted:"
+        f" `sm-nanogpt fetch-and-sample {job.job_id}` takes the model of its checkpoint of step 45;"
+        f" when the same text is uploaded again, `sm-nanogpt launch --resume {job.job_id}` goes on"
+        " from there"
+    )
 
 
 def test_a_number_that_json_has_not_is_null(capsys):
