@@ -67,7 +67,7 @@ def try_group() -> None:
 @valued("--ceiling USD", "The most that all jobs of the search may cost.")
 @valued(
     "--smallest-gain NATS",
-    "The smallest gain that counts (default: 0.005).",
+    "The smallest gain that the search looks for, at least 0.002 (default: 0.005).",
     type=float,
     default=0.005,
 )
@@ -93,9 +93,8 @@ def start_command(
         raise InputError("must be given for jobs on SageMaker", field="ceiling")
     if ceiling is not None and not bills:
         raise InputError("is for SageMaker", field="ceiling", value=ceiling)
-    check_positive("smallest_gain", smallest_gain)
-    if ceiling is not None:
-        check_positive("ceiling", ceiling)
+    if ceiling is not None and not 0 < ceiling < math.inf:
+        raise InputError("must be more than 0", field="ceiling", value=ceiling)
     fields = {field: value for field, value in fields.items() if value is not None}
     if not ("preset" in fields or "size" in fields or rents_gpus(instance)):
         fields["preset"] = "quick"
@@ -114,11 +113,6 @@ def start_command(
     note(f"rules, and what to do: {search.directory / 'AGENTS.md'}")
     note(f"next: {command('copy-script', 'my_gpt', '--from', name)}")
     click.echo(search.directory)
-
-
-def check_positive(field: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise InputError("must be more than 0", field=field, value=value)
 
 
 @try_group.command("run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 
 from sm_nanogpt.entry_point.text import Corpus
@@ -20,6 +21,7 @@ from sm_nanogpt.launcher.text.corpus import digest_of
 from sm_nanogpt.launcher.text.ids import content_of, draw_ids, write_ids
 from sm_nanogpt.launcher.text.reading import files_in
 from sm_nanogpt.launcher.trying.history import SearchLedger
+from sm_nanogpt.launcher.trying.rule import MIN_GAIN
 from sm_nanogpt.launcher.trying.runs import trainer_class
 from sm_nanogpt.launcher.trying.search import HELD, Report, Search, directory_of
 
@@ -42,6 +44,7 @@ def begin_search(
     request names text, training folder, preset or size, and instance. smallest_gain, in nats,
     is what the search looks for; ceiling is in USD. Raises InputError if it cannot begin.
     """
+    check_smallest_gain(smallest_gain)
     target = directory_of(name, settings)
     check_directory(name, target)
     trainer_class(request.instance or "")
@@ -94,6 +97,13 @@ def begin_search(
             SearchLedger(search).add("start", **start)
             search.rename(target)
     return Search(name, settings, report)
+
+
+def check_smallest_gain(gain: float) -> None:
+    """Raise InputError if a search would look for gains, in nats, that it does not keep."""
+    if not MIN_GAIN <= gain < math.inf:
+        problem = f"must be at least {MIN_GAIN:g} nats: no change is kept that gains less"
+        raise InputError(problem, field="smallest_gain", value=gain)
 
 
 def check_directory(name: str, directory: Path) -> None:
