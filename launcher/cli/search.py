@@ -16,6 +16,7 @@ from sm_nanogpt.launcher.cli.options import JSON, CommandGroup, settings_of, val
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import at_ctrl_c, note, print_json, print_table, shown
 from sm_nanogpt.launcher.errors import InputError, LauncherError
+from sm_nanogpt.launcher.values import counted
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.source import Source
@@ -206,6 +207,7 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
         for row in table:
             del row[column]
     print_table(table)
+    note_running(search)
     gains = ledger.of("gain")
     if gains:
         folder = gains[-1]["folder"][:8]
@@ -214,6 +216,23 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
     if ceiling is not None:
         costs = f"{ledger.spent:.2f} of {ceiling:.2f} USD, and {ledger.reserved:.2f} reserved"
         click.echo(f"cost: {costs}")
+
+
+def note_running(search: Search) -> None:
+    """Say what is being tried now, here or as a job."""
+    ledger = search.ledger
+    for job_id, entry in ledger.open_reservations.items():
+        note(f"running: job {job_id}, of {counted(len(entry['runs']), 'run')}")
+    if not search.is_running:
+        return
+    folder = ledger.begun_folder
+    if not folder:
+        note("running: a folder is being checked")
+        return
+    name = "the base"
+    if folder != ledger.base:
+        name = f"try {len(ledger.of('try')) + 1}, folder {folder[:8]}"
+    note(f"running: {name}, {counted(len(ledger.runs_of(folder)), 'run')} made so far")
 
 
 def cells_of(entry: dict[str, Any]) -> list[str]:
@@ -248,10 +267,7 @@ def show_command(number: int, group: str) -> None:
       sm-nanogpt try show 7 --group shakespeare
     """
     search = open_search(group)
-    tries = search.ledger.of("try")
-    if number > len(tries):
-        raise InputError(f"search {group} has no try {number}; it has {len(tries)}")
-    entry = tries[number - 1]
+    entry = find_try(number, search)
     base = search.source(entry["base"])
     changed = search.source(entry["folder"])
     for name in sorted({*base.files, *changed.files}):
@@ -264,6 +280,19 @@ def show_command(number: int, group: str) -> None:
         )
         for line in difference:
             click.echo(visible(line))
+
+
+def find_try(number: int, search: Search) -> dict[str, Any]:
+    """The entry of a try; of one that still runs, its folder and its base."""
+    ledger = search.ledger
+    tries = ledger.of("try")
+    if number <= len(tries):
+        return tries[number - 1]
+    folder = ledger.begun_folder
+    if number == len(tries) + 1 and search.is_running and folder not in ("", ledger.base):
+        note(f"try {number} is still running")
+        return {"folder": folder, "base": ledger.base}
+    raise InputError(f"search {search.name} has no try {number}; it has {len(tries)}")
 
 
 def source_lines(source: Source, name: str) -> list[str]:

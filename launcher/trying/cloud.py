@@ -94,6 +94,7 @@ class SageMakerRuns(GroupRun):
     the same time, under the same ledger."""
 
     makes_jobs = True
+    at_once = 1  # they are judged one by one when the job has ended
     ledger: SearchLedger
 
     def __init__(self, search: Search) -> None:

@@ -76,6 +76,23 @@ class SearchLedger(GroupLedger):
     def runs_of(self, folder: str) -> list[Entry]:
         return [run for run in self.runs if run["folder"] == folder]
 
+    @property
+    def begun_folder(self) -> str:
+        """The folder of which runs were begun on this machine since the last verdict, or ''.
+
+        It is the base if runs of no other folder were.
+        """
+        base = self.base
+        begun = ""
+        for entry in self.entries:
+            if entry["kind"] in ("base", "try", "gain"):
+                begun = ""
+            elif entry["kind"] == "begun":
+                for folder, _ in entry["runs"]:
+                    if not begun or folder != base:
+                        begun = folder
+        return begun
+
     def kills_of(self, folder: str) -> int:
         """How often commands were killed before runs of a folder that they had begun were judged,
         since it began anew."""

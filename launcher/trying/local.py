@@ -28,12 +28,12 @@ class LocalRuns:
         self.gpus: list[str] = []
         if search.start["device"] != "cpu":
             self.gpus = visible_gpus(torch.cuda.device_count())
+        self.at_once = len(self.gpus) or cores()
         warn_of_unprotected()
 
     def train(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
-        at_once = len(self.gpus) or cores()
-        for start in range(0, len(runs), at_once):
-            yield from self.train_together(runs[start : start + at_once])
+        for start in range(0, len(runs), self.at_once):
+            yield from self.train_together(runs[start : start + self.at_once])
 
     def train_together(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
         """Make runs at the same time. The ledger says before that they begin: if this command is

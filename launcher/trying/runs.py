@@ -51,6 +51,8 @@ class RunMaker(Protocol):
 
     makes_jobs: ClassVar[bool]  # `train` makes one job, whose start takes minutes and costs money
 
+    at_once: int  # runs that are made and judged together
+
     def __init__(self, search: Search) -> None: ...
 
     def train(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,10 +27,11 @@ from sm_nanogpt.launcher.source import Source, keep_source
 from sm_nanogpt.launcher.text.corpus import digest_of
 from sm_nanogpt.launcher.text.reading import files_in
 from sm_nanogpt.launcher.trying import rule
-from sm_nanogpt.launcher.trying.budget import CLEARLY_SLOW, MAX_TIME, Budget, sizes_of
+from sm_nanogpt.launcher.trying.budget import CLEARLY_SLOW, JUDGE_TIME, MAX_TIME, Budget, sizes_of
 from sm_nanogpt.launcher.trying.code import check_code
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.planned import planned_tokens
+from sm_nanogpt.launcher.trying.progress import RunProgress
 from sm_nanogpt.launcher.trying.refusal import Refused
 from sm_nanogpt.launcher.trying.runs import RunMaker, SeededRun, TriedRun, trainer_class
 from sm_nanogpt.launcher.trying.scoring import Judge
@@ -40,7 +40,6 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 BASE_SEEDS = 8
 HELD = "running"  # the file that a command locks while it uses a search
 SHARED = "pairs of all tries"  # what seeds are drawn for
-PROGRESS_SECONDS = 30  # until a line of progress
 SMALL_RUN = {
     "max_steps": 2,
     "warmup_steps": 0,  # which may not be more than the steps
@@ -134,6 +133,11 @@ class Search:
         if digest_of(files_in(self.text)) != self.start["runs_read"]:
             raise ServiceError(f"{self.text} was changed after the search began")
 
+    @property
+    def is_running(self) -> bool:
+        """True if a command makes runs on this machine now."""
+        return locks.is_locked(self.directory / HELD)
+
     def settle(self) -> None:
         """Replace what is reserved for jobs that have ended by what they cost."""
         self.ledger.settle_all(self.trainer.cost_of)
@@ -147,22 +151,24 @@ class Search:
             return entries[0]
         first = self.first
         seeds = self.ledger.seeds(SHARED, BASE_SEEDS)
-        self.measure([SeededRun(first, seed) for seed in seeds])
+        self.measure([SeededRun(first, seed) for seed in seeds], "base")
         losses = [self.ledger.losses[first.sha256, seed] for seed in seeds]
         pairs = rule.pairs_for(self.start["smallest_gain"], stdev(losses))
         return self.ledger.add("base", loss=fmean(losses), sd=stdev(losses), pairs=pairs)
 
     # -- runs and their losses --------------------------------------------------------------------
 
-    def measure(self, runs: Sequence[SeededRun], comparison: Comparison | None = None) -> None:
+    def measure(
+        self, runs: Sequence[SeededRun], purpose: str, comparison: Comparison | None = None
+    ) -> None:
         """Make the runs that the ledger does not have, judge them, and add them.
 
-        Raises Refused if a run of the folder that is tried fails or takes more than it may, and
-        ServiceError if a run of the base does.
+        purpose is what a line of progress calls them. Raises Refused if a run of the folder that is
+        tried fails or takes more than it may, and ServiceError if a run of the base does.
         """
         losses = self.ledger.losses
         missing = [run for run in runs if run.key not in losses]
-        for finished in self.train(missing):
+        for finished in self.train(missing, purpose):
             if comparison is not None and comparison.is_candidate(finished.run):
                 bound = comparison.leak_check_bound(finished.run, self.ledger)
                 facts = self.judge_run(finished, bound)
@@ -170,17 +176,14 @@ class Search:
                 facts = self.judge_base_run(finished)
             self.ledger.add("run", **facts)
 
-    def train(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
-        """Make runs, with a line of progress now and then."""
-        began = last_report = time.monotonic()
-        for n_finished, finished in enumerate(self.trainer.train(runs), 1):
-            now = time.monotonic()
-            n_left = len(runs) - n_finished
-            if n_left and now > last_report + PROGRESS_SECONDS:
-                last_report = now
-                time_left = duration((now - began) / n_finished * n_left)
-                self.report(f"{n_finished} of {len(runs)} runs, time left {time_left}")
+    def train(self, runs: Sequence[SeededRun], purpose: str) -> Iterator[TriedRun]:
+        """Make runs, and report how far they are."""
+        progress = RunProgress(len(runs), self.trainer.at_once, self.report)
+        if runs and not self.makes_jobs:  # a job is reported with what it may cost
+            progress.begin(purpose)
+        for finished in self.trainer.train(runs):
             yield finished
+            progress.note_end()
 
     def judge_base_run(self, finished: TriedRun) -> Entry:
         try:
@@ -210,11 +213,12 @@ class Search:
         """The loss of a folder less that of the base for each seed, after the runs for it."""
         source, base = comparison.source, comparison.base
         runs = [SeededRun(folder, seed) for seed in seeds for folder in (base, source)]
-        self.measure(runs, comparison)
+        pairs = f"{len(seeds)} pairs of {comparison.kind} seeds"
+        self.measure(runs, pairs, comparison)
         losses = self.ledger.losses
         differences = [losses[source.sha256, seed] - losses[base.sha256, seed] for seed in seeds]
         gain = f"{fmean(differences):+.4f} ±{rule.margin(differences):.4f}"
-        self.report(f"{len(seeds)} pairs of {comparison.kind} seeds: {gain}")
+        self.report(f"{pairs}: {gain}")
         self.check_losses(comparison, seeds)
         max_ratio = MAX_TIME if comparison.are_fresh else CLEARLY_SLOW
         self.budget.check_time(source.sha256, base.sha256, seeds, max_ratio)
@@ -299,6 +303,7 @@ class Search:
 
     def check(self, source: Source) -> None:
         """Raise Refused for what two small steps on this machine show. They cost nothing."""
+        self.report("checking the folder: its code, and two small steps")
         check_code(source, self.first, self.judge.content)
         limit = 10 * self.budget.limit
         tokens = planned_tokens(source, self.hyperparameters, self.text, limit)
@@ -334,6 +339,8 @@ class Search:
         looks = [n for n in rule.LOOKS if n <= max_pairs]
         if self.makes_jobs:  # each look would be one
             looks = looks[-1:]
+        else:
+            self.report(self.expected_course(source, base, looks))
         smallest_gain = self.start["smallest_gain"]
         decision = rule.decide(on_shared_seeds, on_fresh_seeds, looks, smallest_gain)
         facts = {
@@ -349,6 +356,26 @@ class Search:
                 "its losses hardly follow the seeds: a lucky order of its batches may gain as much"
             )
         return facts
+
+    def expected_course(self, source: Source, base: Source, looks: Sequence[int]) -> str:
+        """How many pairs a try takes, and how long, by the runs of the base."""
+        losses = self.ledger.losses
+        n_seeds_of = dict.fromkeys((source.sha256, base.sha256), 0)
+        for entry in self.ledger.of("seeds"):
+            if entry["use"] == SHARED:
+                for folder in n_seeds_of:
+                    n_seeds_of[folder] += sum((folder, seed) in losses for seed in entry["seeds"])
+
+        def missing_runs(n_pairs: int) -> int:
+            return sum(max(0, n_pairs - n_made) for n_made in n_seeds_of.values())
+
+        seconds = self.budget.mean_seconds(base.sha256) / self.trainer.at_once
+        seconds += self.budget.mean_seconds(base.sha256, JUDGE_TIME)
+        least = duration(seconds * missing_runs(looks[0]))
+        most = duration(seconds * (missing_runs(looks[-1]) + 2 * looks[-1]))
+        n_pairs = f"{looks[0]} to {looks[-1]}" if len(looks) > 1 else f"{looks[0]}"
+        fresh_pairs = f"if it looks better up to {looks[-1]} of fresh ones"
+        return f"{n_pairs} pairs of shared seeds, and {fresh_pairs}: about {least} to {most}"
 
     def paired_losses(self, source: Source, base: Source) -> tuple[list[float], list[float]]:
         """The losses of a folder and of the base, for all seeds that both were trained with."""

@@ -531,6 +531,7 @@ def test_each_model_that_seems_better_is_tested(tiny_search, shared_search, tmp_
 
     class Trained:
         makes_jobs = False
+        at_once = 2
 
         def __init__(self, *_: Any) -> None:
             pass

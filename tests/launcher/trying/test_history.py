@@ -47,6 +47,21 @@ def test_a_note_of_any_bytes_is_kept(directory):
     assert SearchLedger(directory).of("try")[0]["note"] == note
 
 
+def test_the_folder_whose_runs_were_begun_is_known_until_a_verdict(tmp_path):
+    ledger = SearchLedger(tmp_path)
+    ledger.add("start", folder="a", ceiling=None)
+    assert ledger.begun_folder == ""
+    ledger.add("begun", runs=[["a", 1], ["a", 2]])
+    assert ledger.begun_folder == "a"
+    ledger.add("base", loss=1.5)
+    assert ledger.begun_folder == ""
+    ledger.add("begun", runs=[["a", 3], ["b", 3]])
+    ledger.add("begun", runs=[["a", 4]])
+    assert ledger.begun_folder == "b"
+    ledger.add("try", number=1, folder="b", verdict="no better")
+    assert ledger.begun_folder == ""
+
+
 @pytest.mark.parametrize("change", ["removed", "doubled", "swapped"])
 def test_lines_that_moved_are_found(directory, change):
     lines = file_of(directory).read_bytes().splitlines(keepends=True)

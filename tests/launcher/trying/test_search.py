@@ -21,7 +21,7 @@ from sm_nanogpt import InputError, Request, ServiceError, entry_point
 from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.text import read_tokens, unsigned
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.source import Source, keep_source
 from sm_nanogpt.launcher.trying import local, search
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.refusal import Refused
@@ -37,6 +37,7 @@ class Trained:
     """Runs whose loss is that of their folder, as its file gain.py says, with noise by seed."""
 
     makes_jobs = False
+    at_once = 2
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -322,6 +323,34 @@ def test_the_log_lists_each_try(started, tmp_path):
     assert "idea b" in ran.out
     entries = json.loads(started("try", "log", "plays", "--json").good.out)
     assert [entry["note"] for entry in entries] == ["idea a", "idea b"]
+
+
+def test_a_try_says_how_many_runs_it_takes_and_how_long(started, tmp_path):
+    """Of 10 seconds each, two at a time, and 3 before the judge."""
+    ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    lines = ran.good.err.splitlines()
+    assert lines[0] == (
+        "4 to 8 pairs of shared seeds, and if it looks better up to 8 of fresh ones:"
+        " about 0:00:32 to 0:03:12"
+    )
+    assert lines[1] == "4 pairs of shared seeds: 4 runs, 2 at a time"
+    assert lines[2].startswith("4 pairs of shared seeds: -0.0")
+
+
+def test_a_try_that_runs_is_in_the_log_and_can_be_shown(started, home, tmp_path):
+    source = Source.read(folder(tmp_path / "a", 0.05))
+    keep_source(source, Settings(home=home))
+    running = opened(home)
+    with running.held(shared=False):
+        assert "running: a folder is being checked\n" in started("try", "log", "plays").good.err
+        running.ledger.add("begun", runs=[[running.ledger.base, 1], [source.sha256, 1]])
+        line = f"running: try 1, folder {source.sha256[:8]}, 0 runs made so far\n"
+        assert line in started("try", "log", "plays").good.err
+        shown = started("try", "show", "1", "--group", "plays").good
+        assert "try 1 is still running\n" in shown.err
+        assert "+0.05\n" in shown.out
+    assert "running" not in started("try", "log", "plays").good.err
+    assert started("try", "show", "1", "--group", "plays").failed(2, "no try 1")
 
 
 @pytest.mark.parametrize(
