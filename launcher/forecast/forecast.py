@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sm_nanogpt.entry_point.cores import cores
+from sm_nanogpt.entry_point.metrics import duration
 from sm_nanogpt.entry_point.text import Corpus
 from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.errors import InputError
@@ -26,6 +27,7 @@ from sm_nanogpt.launcher.forecast.pilots import (
     SMALLEST,
     WRITTEN,
     PlannedPilot,
+    TimeLeft,
     pilots_of,
     run_trials,
     trials_of,
@@ -130,13 +132,21 @@ class Forecaster:
         recorded = self.ledger.pilots
         missing = [trial for trial in trials if trial.name not in recorded]
         n_ended = len(trials) - len(missing)
+        works = {
+            planned.name: self.sizes.work(planned.size, planned.n_tokens)
+            for planned in planned_pilots
+        }
+        time_left = TimeLeft(sum(works[trial.name] for trial in missing), cores())
         if missing:
             self.report(f"{len(missing)} to run, {cores()} at a time")
         for trial, pilot in run_trials(missing, self.corpus, self.source, cores()):
             n_ended += 1
+            time_left.note_end(works[trial.name], pilot.seconds)
             self.ledger.add_pilot(trial.name, pilot)  # before it is reported
-            result = f"loss {pilot.loss:.3f}, {pilot.seconds:.0f} s"
-            self.report(f"{trial.name}: {result} ({n_ended} of {len(trials)})")
+            progress = f"{n_ended} of {len(trials)}"
+            if n_ended < len(trials):
+                progress += f", time left {duration(time_left.seconds)}"
+            self.report(f"{trial.name}: loss {pilot.loss:.3f}, {pilot.seconds:.0f} s ({progress})")
         recorded = self.ledger.pilots
         return {planned: recorded[planned.name] for planned in planned_pilots}
 

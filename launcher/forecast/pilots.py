@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -78,6 +79,30 @@ def trials_of(
             values["eval_interval"] = values["max_steps"]
         trials.append(Trial(planned.name, values, planned.n_tokens))
     return trials
+
+
+@dataclass
+class TimeLeft:
+    """How long runs still take, by the operations and the seconds of those that have ended.
+
+    work: the operations of all runs, of which some run at once.
+    """
+
+    work: float
+    at_once: int
+    start_time: float = field(default_factory=time.monotonic)
+    ended_work: float = 0.0
+    ended_seconds: float = 0.0
+
+    def note_end(self, work: float, seconds: float) -> None:
+        """A run has ended, which took so many operations and seconds."""
+        self.ended_work += work
+        self.ended_seconds += seconds
+
+    @property
+    def seconds(self) -> float:
+        seconds_of_all = self.ended_seconds / self.ended_work * self.work / self.at_once
+        return max(0.0, seconds_of_all - (time.monotonic() - self.start_time))
 
 
 def run_trials(

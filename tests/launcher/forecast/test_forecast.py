@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -30,7 +31,7 @@ from sm_nanogpt.launcher.forecast import pilots as pilots_module
 from sm_nanogpt.launcher.forecast.checks import best_size, has_lowest, problem_of, up_to_lowest
 from sm_nanogpt.launcher.forecast.forecast import Forecaster
 from sm_nanogpt.launcher.forecast.law import Law, MeasuredRun, shared
-from sm_nanogpt.launcher.forecast.pilots import PlannedPilot, Trial, pilots_of, trials_of
+from sm_nanogpt.launcher.forecast.pilots import PlannedPilot, TimeLeft, Trial, pilots_of, trials_of
 from sm_nanogpt.launcher.forecast.times import InstanceType
 from sm_nanogpt.launcher.job import Expected
 from sm_nanogpt.launcher.launching import forecasts, start
@@ -290,6 +291,27 @@ def test_a_pilot_is_kept_before_it_is_reported(tmp_path, lawful):
             assert line.partition(":")[0] in ForecastLedger(path).pilots
 
     Forecaster(corpus(), Source.packaged(), path, check).forecast("text", [], None)
+
+
+def test_the_time_left_is_by_the_work_of_pilots_that_ended(monkeypatch):
+    """Of 100 units by two at a time, 20 have taken 10 s each, 10 s ago."""
+    now = 10.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    time_left = TimeLeft(work=100.0, at_once=2, start_time=0.0)
+    time_left.note_end(10.0, 10.0)
+    time_left.note_end(10.0, 10.0)
+    assert time_left.seconds == pytest.approx(40.0)
+    now = 90.0
+    assert time_left.seconds == 0.0
+
+
+def test_each_pilot_but_the_last_says_the_time_left(tmp_path, lawful):
+    lines: list[str] = []
+    forecaster = Forecaster(corpus(), Source.packaged(), tmp_path / "kept.jsonl", lines.append)
+    forecaster.pilots()
+    assert lines[0].startswith(f"{len(lines) - 1} to run, ")
+    assert all(", time left " in line for line in lines[1:-1])
+    assert lines[-1].endswith(f"({len(lines) - 1} of {len(lines) - 1})")
 
 
 def test_a_forecast_survives_a_kill_at_its_writes(tmp_path, lawful, monkeypatch):
