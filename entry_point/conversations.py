@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .errors import counted
+
 IGNORED = -100  # as cross_entropy and transformers have it
 # ChatML, as Qwen3 has it without tools; launcher/models/chat.py encodes conversations so.
 TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
@@ -41,7 +43,8 @@ class Packed:
 
     What is left of a row is filled with `end`, not learned. A conversation that is longer than a
     row ends with the last answer that fits; without one, it is left out. rows is int32 [n, T + 1],
-    learned, int64 [n], counts the targets of each row that are learned.
+    learned, int64 [n], counts the targets of each row that are learned. n_ids counts the ids of the
+    conversations, each with its end.
     """
 
     def __init__(self, ids: Tensor, end: int, block_size: int) -> None:
@@ -66,6 +69,7 @@ class Packed:
             begin = stop + 1
 
         self.n_conversations = len(spans)
+        self.n_ids = sum(span.length + 1 for span in spans)
         n_rows = row + 1 if spans else 0
         self.rows = torch.full((n_rows, width), ~end, dtype=torch.int32)
         flat = self.rows.view(-1)
@@ -98,8 +102,9 @@ class Packed:
 
     def summary(self) -> str:
         text = (
-            f"{self.n_conversations:,} conversations in {len(self.rows):,} rows,"
-            f" {int(self.learned.sum()):,} tokens of answers"
+            f"{counted(self.n_conversations, 'conversation')}, packed into"
+            f" {counted(len(self.rows), 'row')};"
+            f" {int(self.learned.sum()):,} of their tokens are answers, which alone are learned"
         )
         if self.n_cut:
             text += (

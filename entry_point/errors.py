@@ -82,12 +82,12 @@ def first_line(error: BaseException) -> str:
 
 
 def counted(n: int, word: str) -> str:
-    """'1 host', '2 hosts', '2 processes'."""
+    """'1 host', '2 hosts', '2,000 processes'."""
     if n == 1:
         return f"{n} {word}"
     if word.endswith("s"):
-        return f"{n} {word}es"
-    return f"{n} {word}s"
+        return f"{n:,} {word}es"
+    return f"{n:,} {word}s"
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from .conversations import END_OF_TURN, Packed
 from .errors import counted
 from .model import GPT, sample
 from .passes import Passes
-from .text import Corpus
+from .text import Corpus, Ids
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -43,12 +43,17 @@ def data_lines(corpus: Corpus, n_parameters: int) -> Iterator[str]:
     """The sizes of the model and of its data."""
     tokenizer = corpus.tokenizer
     yield (
-        f"{n_parameters:,} parameters; {len(corpus.train):,} {tokenizer.unit} to train on,"
-        f" {len(corpus.val):,} to validate on, vocabulary {len(tokenizer):,}"
+        f"{n_parameters:,} parameters; {count_ids(corpus.train):,} {tokenizer.unit} to train on,"
+        f" {count_ids(corpus.val):,} to validate on, vocabulary {len(tokenizer):,}"
     )
     for name, part in (("train", corpus.train), ("val", corpus.val)):
         if isinstance(part, Packed):
             yield f"{name}: {part.summary()}"
+
+
+def count_ids(part: Ids) -> int:
+    """The tokens of a part of the text, without those that fill the rows of conversations."""
+    return part.n_ids if isinstance(part, Packed) else len(part)
 
 
 def sample_lines(model: GPT, corpus: Corpus, when: str, length: int) -> list[str]:

@@ -88,6 +88,8 @@ REMEDIES: dict[str, str] = {
     "chats-as-tokens": "add --tokenizer bpe, or --tokenizer JOB-ID for the model of a job",
     "give-me": "--me NAME says whose messages are the answers",
     "read-as-chat": "--me NAME, whose messages are the answers, reads it as a chat",
+    "base-first": "first train a base model on `{sm} upload-data TEXT --tokenizer bpe`; then upload"
+    " these with --tokenizer JOB-ID, and launch with --init-from JOB-ID",
     "needs-bpe": "train a base on `{sm} upload-data TEXT --tokenizer bpe`",
     "take-plain": "`--include {glob}` takes such files as plain text",
     "name-column": "`--tokenizer bpe --column NAME` reads a column of it",

@@ -92,6 +92,7 @@ def upload_data_command(
       sm-nanogpt upload-data notes more.txt --include '*.py' --exclude drafts
       sm-nanogpt upload-data documents.jsonl.gz --tokenizer bpe --vocab-size 8192
     """
+    from sm_nanogpt.launcher.launching.texts import warn_of_few_conversations
     from sm_nanogpt.launcher.text.corpus import upload_data
     from sm_nanogpt.launcher.text.first_text import first_text
 
@@ -103,11 +104,13 @@ def upload_data_command(
     note(summary_of(upload))
     if not upload.uploaded:
         note("already in the store; nothing was uploaded")
+    if not base_of(tokenizer):
+        warn_of_few_conversations(upload)
     if as_json:
         print_json(upload)
     else:
         click.echo(upload.uri)
-    note(f"next: {next_launch(upload, tokenizer)}")
+    note(f"next: {next_command(upload, tokenizer)}")
 
 
 def summary_of(upload: Upload) -> str:
@@ -122,9 +125,14 @@ def summary_of(upload: Upload) -> str:
     return f"{documents}, {characters}, {tokens}, vocabulary {upload.vocabulary_size:,}"
 
 
-def next_launch(upload: Upload, tokenizer: str | None) -> str:
-    """The command of the cheapest first job on an upload."""
+def next_command(upload: Upload, tokenizer: str | None) -> str:
+    """The command of the cheapest first job on an upload; for few conversations, that which uploads
+    the text of a base model."""
+    from sm_nanogpt.launcher.launching.texts import are_few_conversations
+
     base = base_of(tokenizer)
+    if not base and are_few_conversations(upload):
+        return command("upload-data", "TEXT", "--tokenizer", "bpe")
     if not upload.uri.startswith("file:"):
         instance = "ml.m5.xlarge --preset quick --max-cost 0.20"
     elif upload.n_training < SHORT and not base:

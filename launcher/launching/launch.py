@@ -17,7 +17,12 @@ from sm_nanogpt.launcher.files.progress import byte_progress
 from sm_nanogpt.launcher.job import Request, TrainingJob
 from sm_nanogpt.launcher.launching.draft import Draft, fill
 from sm_nanogpt.launcher.launching.resume import EarlierJob, check_resumable
-from sm_nanogpt.launcher.launching.texts import check_readings, check_texts, tokens_to_read
+from sm_nanogpt.launcher.launching.texts import (
+    check_readings,
+    check_texts,
+    tokens_to_read,
+    warn_of_few_conversations,
+)
 from sm_nanogpt.launcher.sagemaker.cost import ceiling_of, check_confirmed
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import keep_source
@@ -139,6 +144,8 @@ def check(draft: Draft) -> None:
     config = job.config(1)
     check_texts(draft.texts, config)
     upload = draft.texts["data"].upload
+    if upload is not None and job.init_from is None and earlier is None:
+        warn_of_few_conversations(upload)
     if upload is not None:
         check_readings(draft.original, config, tokens_to_read(upload))
 

@@ -174,7 +174,8 @@ def sized(request: Request, texts: Texts) -> Request:
     size = size_by_text(request, n_tokens) if request.size is None else request.size
     upload = texts["data"].upload
     assert upload is not None, "text_length knows it"
-    logger.info(f"size: {size:g}, for {n_tokens:,} {unit_of(upload)} of text")
+    content = "conversations" if upload.chats else "text"
+    logger.info(f"size: {size:g}, for {n_tokens:,} {unit_of(upload)} of {content}")
     if not has_tuned_rates(request):
         logger.info("learning_rate, weight_decay: the size's are for muon, and left out")
     of_size = with_size(request, size, texts)

@@ -25,6 +25,9 @@ READINGS = 4
 # weights decay, reads tiny Shakespeare 16 times, and does not memorize it.
 MAX_READINGS = 8
 MAX_READINGS_IF_REGULARIZED = 20
+# Tokens of conversations for a new model, which has to learn the language from them, too. From as
+# much plain text, a model learns hardly more than spelling: tiny Shakespeare has 300,000 tokens.
+FEW_CHAT_TOKENS = 200_000
 FEW_READINGS = 4  # of a text: after 1.8 a larger model gains more than a second generation
 
 
@@ -78,6 +81,19 @@ def warn_of_long_conversations(upload: Upload, block_size: int) -> None:
         longer = f"{n_long:,} of {upload.documents:,} conversations are longer than"
         end = "each ends with its last answer that fits; one without is left out"
         logger.warning(f"{longer} block_size={block_size}: {end}")
+
+
+def are_few_conversations(upload: Upload) -> bool:
+    """True for conversations from which alone a new model would learn too little."""
+    return upload.chats and upload.train_tokens < FEW_CHAT_TOKENS
+
+
+def warn_of_few_conversations(upload: Upload) -> None:
+    """Warn if a new model would learn too little from conversations alone."""
+    if are_few_conversations(upload):
+        few = f"{upload.train_tokens:,} tokens of conversations are few for a new model"
+        reason = "which learns the language from them, too"
+        logger.warning(f"{few}, {reason}", extra={"code": "base-first"})
 
 
 def repeated_share_of(channels: Texts) -> float | None:

@@ -24,7 +24,8 @@ from sm_nanogpt.entry_point.conversations import IGNORED, Packed
 from sm_nanogpt.entry_point.data import Batches, evaluate
 from sm_nanogpt.entry_point.distributed import Group
 from sm_nanogpt.entry_point.errors import DataError
-from sm_nanogpt.entry_point.text import load_corpus
+from sm_nanogpt.entry_point.report import data_lines
+from sm_nanogpt.entry_point.text import Corpus, load_corpus
 from sm_nanogpt.launcher.models.chat import Chat
 from sm_nanogpt.launcher.models.load import own_model
 
@@ -60,6 +61,18 @@ def test_a_long_conversation_ends_with_an_answer_that_fits():
     assert packed.n_cut == 1
     assert packed.n_dropped == 0
     assert packed.question() == [1]
+
+
+def test_the_log_counts_the_tokens_of_conversations_and_of_answers():
+    """Not those that fill a row."""
+    packed = Packed(tensor([~1, 2, 2, ~END, ~3, 4, ~END]), END, block_size=19)
+    corpus = Corpus(Mock(unit="tokens", __len__=lambda _: 100), packed, packed, "")
+    first, train, _ = data_lines(corpus, 5000)
+    assert first == "5,000 parameters; 7 tokens to train on, 7 to validate on, vocabulary 100"
+    assert train == (
+        "train: 2 conversations, packed into 1 row;"
+        " 3 of their tokens are answers, which alone are learned"
+    )
 
 
 @pytest.mark.parametrize(

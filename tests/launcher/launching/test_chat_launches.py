@@ -14,7 +14,8 @@ from talks import exchange, tensor
 from sm_nanogpt import InputError
 from sm_nanogpt.entry_point.conversations import Packed
 from sm_nanogpt.entry_point.text import read_tokenizer
-from sm_nanogpt.launcher.cli.upload import next_launch
+from sm_nanogpt.launcher.cli.upload import next_command
+from sm_nanogpt.launcher.launching.texts import warn_of_few_conversations
 from sm_nanogpt.launcher.text.store import Upload
 
 
@@ -27,10 +28,31 @@ def test_a_launch_after_an_upload_starts_from_its_tokens_model(cli, directory, t
         assert ran.err.splitlines()[-1] == f"next: sm-nanogpt launch --instance local{base}"
 
 
-@pytest.mark.parametrize(("tokens", "preset"), [(10_000, " --preset auto"), (1_000_000, "")])
-def test_few_conversations_are_to_be_learned_by_auto(tokens, preset):
-    upload = Upload("file:///data", 0, "", (), train_tokens=tokens, chats=True)
-    assert next_launch(upload, "bpe") == f"sm-nanogpt launch --instance local{preset}"
+def chats_of_tokens(n_tokens: int) -> Upload:
+    return Upload("file:///data", 0, "", (), train_tokens=n_tokens, chats=True)
+
+
+def test_few_conversations_come_after_a_base_model(caplog):
+    few = chats_of_tokens(10_000)
+    assert next_command(few, "bpe") == "sm-nanogpt upload-data TEXT --tokenizer bpe"
+    warn_of_few_conversations(few)
+    [record] = caplog.records
+    assert record.getMessage().startswith("10,000 tokens of conversations are few for a new model")
+    assert vars(record)["code"] == "base-first"
+
+
+def test_many_conversations_may_be_all_that_a_model_reads(caplog):
+    many = chats_of_tokens(1_000_000)
+    assert next_command(many, "bpe") == "sm-nanogpt launch --instance local"
+    warn_of_few_conversations(many)
+    assert not caplog.records
+
+
+def test_an_upload_of_few_conversations_names_the_way_to_a_base(cli, tmp_path):
+    path = chats_of(tmp_path / "chats.jsonl", *[40] * 20)
+    ran = cli("upload-data", path, "--tokenizer", "bpe", "--vocab-size", "259").good
+    assert "are few for a new model, which learns the language from them, too; first" in ran.err
+    assert ran.err.endswith("next: sm-nanogpt upload-data TEXT --tokenizer bpe\n")
 
 
 def test_a_model_of_characters_refuses_conversations(cli, job, tmp_path):
@@ -73,6 +95,7 @@ def test_a_launch_says_how_many_conversations_are_too_long(launched, monkeypatch
     ran = launched(block_size, [40] * 20 + [96] * 20 + [97, 128, 129, 200])
     longer = {128: 2, 97: 3, 96: 4}[block_size]
     assert f"{longer} of 44 conversations are longer than block_size={block_size}" in ran.err
+    assert "are few for a new model" in ran.err
 
 
 def test_a_launch_refuses_a_context_that_holds_no_answer(launched, home):
