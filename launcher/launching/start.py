@@ -268,10 +268,11 @@ def with_whole_windows(request: Request, text: Channel) -> Request:
 def with_fitting_steps(request: Request, text: Channel) -> Request:
     """The request with fewer steps, if a start from a model would read its text too often.
 
-    What the user or a preset says of the steps stays, also of a warm-up that takes more of them.
+    The steps of a preset stay where they count: those of fine-tuning, which the initial model
+    brought, come before them. So does a warm-up that takes more steps.
     """
-    is_open = request.init_from is not None and request.preset is None and request.size is None
-    if not is_open or text.upload is None:
+    has_own_steps = request.preset is not None and "max_steps" not in request.hyperparameters
+    if request.init_from is None or has_own_steps or text.upload is None:
         return request
     config = request.config(1)
     n_tokens = tokens_to_read(text.upload)

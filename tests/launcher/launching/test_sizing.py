@@ -13,6 +13,7 @@ import torch
 from sm_nanogpt import InputError
 from sm_nanogpt.entry_point.config import Config, make_config
 from sm_nanogpt.entry_point.device import tokens_per_pass
+from sm_nanogpt.entry_point.huggingface import FINE_TUNING
 from sm_nanogpt.entry_point.sizes import hyperparameters_for_size
 from sm_nanogpt.launcher.job import SEARCH_VARIABLE, Request, TrainingJob
 from sm_nanogpt.launcher.launching import start, texts
@@ -122,6 +123,8 @@ def text(tokens: int, chats: bool = False) -> dict[str, Channel]:
         ({"init_from": "JOB"}, 2_000, 10),  # 250 steps of 768 tokens would read it 96 times
         ({"init_from": "JOB"}, 1_000_000, None),
         ({"init_from": "JOB", "preset": "quick"}, 2_000, None),
+        # 500 are the steps of fine-tuning, which come before those of a preset.
+        ({"init_from": "JOB", "preset": "quick", "hyperparameters": FINE_TUNING}, 2_000, 10),
         ({"init_from": "JOB", "hyperparameters": {"warmup_steps": 20}}, 2_000, None),
         ({}, 2_000, None),
     ],
