@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -194,12 +197,20 @@ def command(*arguments: str) -> str:
         from sm_nanogpt.launcher.settings import expand_user
 
         root_options["store"] = str(expand_user(store).absolute())
-    parts = ["sm-nanogpt"]
+    parts = [program()]
     for name, value in root_options.items():
         if value:
             parts.append(shlex.join([f"--{name}", value]))
     parts += filter(None, arguments)
     return " ".join(parts)
+
+
+def program() -> str:
+    """How to call this program: by its path where the shell does not find it, as in a .venv."""
+    path = sys.argv[0]
+    if Path(path).name != "sm-nanogpt" or shutil.which("sm-nanogpt"):
+        return "sm-nanogpt"
+    return shlex.quote(path)
 
 
 def remedy(code: str, facts: Mapping[str, Any]) -> str:

@@ -259,6 +259,15 @@ def test_hyperparameters_lists_those_of_the_script(cli, tmp_path):
     assert cli("hyperparameters", "--entry-point", edited).code == 0
 
 
+def test_a_suggestion_has_the_path_of_a_program_that_is_not_found(monkeypatch, tmp_path):
+    """As in a .venv that is not activated, where `make demo` runs it."""
+    monkeypatch.setattr(sys, "argv", [".venv/bin/sm-nanogpt", "launch"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command("jobs") == ".venv/bin/sm-nanogpt jobs"
+    (tmp_path / "sm-nanogpt").touch(mode=0o755)
+    assert command("jobs") == "sm-nanogpt jobs"
+
+
 def test_a_suggestion_repeats_the_options_before_a_command():
     options = {"store": "s3://words", "region": "us-east-1", "profile": "of mine", "role": ""}
     with click.Context(commands.cli, obj=options):
