@@ -17,6 +17,7 @@ from sm_nanogpt.launcher.cli.options import (
     Command,
     JobParameter,
     agree_to_cost,
+    complete_preset,
     settings_of,
     valued,
 )
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     "--preset NAME",
     "cpu (default; a minute on a CPU), quick (seconds), laptop (three minutes), baby (default"
     " on SageMaker GPU instances), small, gpt2 (124 M parameters), or auto (a size by the text).",
+    shell_complete=complete_preset,
 )
 @valued(
     "--size N",

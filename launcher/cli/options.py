@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import cleandoc
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,13 +16,15 @@ from click.shell_completion import CompletionItem
 
 from sm_nanogpt.launcher.cli.remedies import command
 from sm_nanogpt.launcher.cli.show import escaped, note
-from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.errors import InputError, LauncherError
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.finding import Part
     from sm_nanogpt.launcher.settings import Settings
 
 T = TypeVar("T")
+
+MAX_COMPLETED = 50  # jobs that Tab offers
 
 
 def settings_of() -> Settings:
@@ -161,10 +165,37 @@ class JobParameter(click.ParamType[str]):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Complete the name of a file where a model may be one; jobs are not completed."""
-        if self.reads != "model":
-            return []
-        return [CompletionItem(incomplete, type="file")]
+        """Complete a job of this machine, or a file where a model may be one.
+
+        bash completes files only where no job fits, if those come first.
+        """
+        items = [CompletionItem(incomplete, type="file")] if self.reads == "model" else []
+        words = [word for word in job_words() if word.startswith(incomplete)]
+        return items + [CompletionItem(word) for word in words]
+
+
+def job_words() -> list[str]:
+    """What stands for the newest jobs of this machine: `latest`, and a name or the end of an id."""
+    from sm_nanogpt.launcher.backends import LOCAL, backend_class
+    from sm_nanogpt.launcher.description import JobDescription
+    from sm_nanogpt.launcher.settings import load_settings
+    from sm_nanogpt.launcher.views.job_fields import end_of
+
+    words = ["latest"]
+    with suppress(LauncherError):  # the command itself says what is wrong
+        jobs = backend_class(LOCAL)(load_settings()).list()
+        for job in islice(jobs, MAX_COMPLETED):
+            if isinstance(job, JobDescription):
+                words.append(job.name or end_of(job.job_id))
+    return words
+
+
+def complete_preset(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    from sm_nanogpt.entry_point.presets import PRESETS
+
+    return [name for name in ["auto", *PRESETS] if name.startswith(incomplete)]
 
 
 class CommandGroup(Command, click.Group):

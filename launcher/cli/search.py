@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sm_nanogpt.launcher.backends import LOCAL
-from sm_nanogpt.launcher.cli.options import JSON, CommandGroup, settings_of, valued
+from sm_nanogpt.launcher.cli.options import JSON, CommandGroup, complete_preset, settings_of, valued
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import at_ctrl_c, note, print_json, print_table, shown
 from sm_nanogpt.launcher.errors import InputError, LauncherError
@@ -61,7 +61,11 @@ def try_group() -> None:
 @try_group.command("start")
 @click.argument("name")
 @valued("--text data NAME|URI|PATH", "The text (default: the last upload).")
-@valued("--preset NAME", "The base's hyperparameters (default: quick; on GPUs baby).")
+@valued(
+    "--preset NAME",
+    "The base's hyperparameters (default: quick; on GPUs baby).",
+    shell_complete=complete_preset,
+)
 @valued("--size N", "Instead: the size of the base, by a dial from 0.25 to 16.", type=float)
 @valued("--entry-point DIR", "The folder to begin with.", type=click.Path(path_type=Path))
 @valued("--instance TYPE", "Where runs are made (default: local).", default=LOCAL)

@@ -11,8 +11,10 @@ import time
 
 import launching
 import pytest
+from jobs import write_job
 
 from sm_nanogpt.launcher import cli as commands
+from sm_nanogpt.launcher.job import TrainingJob
 
 
 def completions(
@@ -36,10 +38,20 @@ def completions(
         ("launch --data here/my", ["file,here/my"]),
         ("fetch-and-sample ./mod", ["file,./mod"]),
         ("eval latest held", ["file,held"]),
+        ("launch --preset ba", ["plain,baby"]),
+        ("try start a --preset qu", ["plain,quick"]),
     ],
 )
 def test_tab_completes_commands_options_and_files(typed, offered, monkeypatch, capsys):
     assert completions(typed, monkeypatch, capsys) == offered
+
+
+def test_tab_completes_the_jobs_of_this_machine(home, monkeypatch, capsys):
+    for job_id, name in [("20261130-055203-b8e312", None), ("20261130-055209-8f40ca", "baseline")]:
+        job = TrainingJob(data=(home / "input.txt").as_uri(), name=name)
+        write_job(home / "jobs" / f"sm-nanogpt-{job_id}", job=job)
+    assert completions("status b", monkeypatch, capsys) == ["plain,baseline", "plain,b8e312"]
+    assert completions("play la", monkeypatch, capsys) == ["file,la", "plain,latest"]
 
 
 @pytest.mark.parametrize("typed", ["delete no-such-job --ye", "report a --group b --op"])
