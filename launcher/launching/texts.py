@@ -26,7 +26,7 @@ READINGS = 4
 MAX_READINGS = 8
 MAX_READINGS_IF_REGULARIZED = 20
 # Tokens of conversations for a new model, which has to learn the language from them, too. From as
-# much plain text, a model learns hardly more than spelling: tiny Shakespeare has 300,000 tokens.
+# much plain text, a model learns hardly more than spelling: tiny Shakespeare has 320,000 tokens.
 FEW_CHAT_TOKENS = 200_000
 FEW_READINGS = 4  # of a text: after 1.8 a larger model gains more than a second generation
 
