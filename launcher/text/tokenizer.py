@@ -16,7 +16,8 @@ from sm_nanogpt.entry_point.conversations import END_OF_TURN, TURN
 from sm_nanogpt.entry_point.errors import DataError
 from sm_nanogpt.entry_point.files import read_json
 from sm_nanogpt.entry_point.text import Tokenizer
-from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.aws import Missing
+from sm_nanogpt.launcher.errors import InputError, did_you_mean
 from sm_nanogpt.launcher.files.models import is_path
 from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
 from sm_nanogpt.launcher.files.storage import path_of
@@ -44,7 +45,14 @@ def find_tokenizer(typed: str, settings: Settings) -> Tokenizer:
     """Return the tokenizer that a user named by a file, a directory or a job."""
     if is_path(typed) or typed.endswith(".json"):
         return open_tokenizer(path_of(typed))
-    return open_tokenizer(fetch_model(typed, settings))
+    try:
+        directory = fetch_model(typed, settings)
+    except Missing:
+        suggestion = did_you_mean(typed.lower(), ["bpe"])
+        if suggestion:
+            raise InputError(f"there is no tokenizer {typed!r}; {suggestion}") from None
+        raise
+    return open_tokenizer(directory)
 
 
 def open_tokenizer(path: Path) -> Tokenizer:

@@ -24,11 +24,16 @@ from token_texts import (
     split,
 )
 
-from sm_nanogpt import InputError
+from sm_nanogpt import InputError, Settings
 from sm_nanogpt.entry_point.text import Tokenizer, character_tokenizer
 from sm_nanogpt.launcher.models.encoder import Encoder, published_tokenizer
 from sm_nanogpt.launcher.text.reading import detect_file
-from sm_nanogpt.launcher.text.tokenizer import fitting_size, learn_tokenizer, open_tokenizer
+from sm_nanogpt.launcher.text.tokenizer import (
+    find_tokenizer,
+    fitting_size,
+    learn_tokenizer,
+    open_tokenizer,
+)
 
 
 def test_text_comes_back_from_its_tokens(tokenizer):
@@ -105,6 +110,12 @@ def test_a_vocabulary_that_stays_small_is_explained(tmp_path, cli):
     ran = cli("upload-data", tmp_path / "a.txt", "--tokenizer", "bpe")
     (learned,) = re.findall(r"(\d+) tokens, not 512: the text has no more to learn", ran.err)
     assert f"vocabulary {learned}\n" in ran.err
+
+
+@pytest.mark.parametrize("typed", ["pbe", "BPE"])
+def test_a_typo_in_bpe_is_answered_by_it(home, typed):
+    with pytest.raises(InputError, match=f"no tokenizer '{typed}'; did you mean bpe"):
+        find_tokenizer(typed, Settings(home=home))
 
 
 def test_the_tokenizer_of_an_upload_is_taken_by_its_directory(documents, tmp_path, cli):

@@ -285,7 +285,7 @@ def test_a_word_of_nothing_is_no_upload(two_uploads, monkeypatch, tmp_path, word
 
 def test_a_typo_in_an_upload_is_answered_by_what_is_like_it():
     names = ["notes-0123456789ab", "shakespeare-3270fd896e2e"]
-    assert str(no_upload("shakspeare", names)).endswith("; did you mean shakespeare?")
+    assert str(no_upload("shakspeare", names)).endswith(" shakspeare; did you mean shakespeare?")
     assert str(no_upload("notes-0123456789aa", names)).endswith("mean notes-0123456789ab?")
     assert str(no_upload("fix", names)) == "there is neither a file nor an upload fix"
 
