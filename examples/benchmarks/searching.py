@@ -74,7 +74,7 @@ def make_runs(text: Path, seeds: range, names: list[str]) -> None:
                 names_of_folders[source.sha256] = name
                 for seed in range(first, min(first + 8, seeds.stop)):
                     runs.append(SeededRun(source, seed))
-            search.measure(runs)
+            search.measure(runs, f"seeds from {first}")
             measured = {(run["folder"], run["seed"]): run for run in search.ledger.of("run")}
             with RUNS.open("a") as file:
                 for run in runs:

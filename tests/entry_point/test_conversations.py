@@ -63,7 +63,7 @@ def test_a_long_conversation_ends_with_an_answer_that_fits():
     assert packed.question() == [1]
 
 
-def test_the_log_counts_the_tokens_of_conversations_and_of_answers():
+def test_the_log_counts_the_tokens_and_those_of_answers():
     """Not those that fill a row."""
     packed = Packed(tensor([~1, 2, 2, ~END, ~3, 4, ~END]), END, block_size=19)
     corpus = Corpus(Mock(unit="tokens", __len__=lambda _: 100), packed, packed, "")

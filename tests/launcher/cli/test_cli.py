@@ -259,7 +259,7 @@ def test_hyperparameters_lists_those_of_the_script(cli, tmp_path):
     assert cli("hyperparameters", "--entry-point", edited).code == 0
 
 
-def test_a_suggestion_has_the_path_of_a_program_that_is_not_found(monkeypatch, tmp_path):
+def test_a_suggestion_has_the_path_of_a_hidden_program(monkeypatch, tmp_path):
     """As in a .venv that is not activated, where `make demo` runs it."""
     monkeypatch.setattr(sys, "argv", [".venv/bin/sm-nanogpt", "launch"])
     monkeypatch.setenv("PATH", str(tmp_path))

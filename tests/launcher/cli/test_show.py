@@ -96,7 +96,7 @@ def test_a_stopped_job_is_resumed_from_its_checkpoint(home, text_file):
     )
 
 
-def test_a_job_whose_text_was_deleted_is_resumed_after_an_upload(home):
+def test_a_job_whose_text_was_deleted_needs_it_again(home):
     settings = launching.settings_of(home)
     job = stopped_job((home / "store/data/notes-0123456789ab").as_uri())
     assert next_step(job, settings) == (

@@ -96,10 +96,9 @@ def test_a_part_of_an_unknown_kind_alone_is_left_out(tmp_path, part):
 
 def test_a_message_of_chatgpt_without_a_kind_alone_is_left_out(tmp_path):
     without_kind = {"message": {"author": {"role": "user"}, "content": {"content_type": None}}}
-    mapping = {**CHATGPT["mapping"], "root": {**without_kind, "parent": None}}
-    found, skipped = conversations(
-        write_json(tmp_path / "conversations.json", [{**CHATGPT, "mapping": mapping}])
-    )
+    export: Any = json.loads(json.dumps(CHATGPT))
+    export["mapping"]["root"] = {**without_kind, "parent": None}
+    found, skipped = conversations(write_json(tmp_path / "conversations.json", [export]))
     assert found == [ASKED]
     assert skipped.talks.left_out["message without text"] == 1
 

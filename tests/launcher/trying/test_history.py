@@ -47,7 +47,7 @@ def test_a_note_of_any_bytes_is_kept(directory):
     assert SearchLedger(directory).of("try")[0]["note"] == note
 
 
-def test_the_folder_whose_runs_were_begun_is_known_until_a_verdict(tmp_path):
+def test_the_folder_that_is_tried_is_known_until_a_verdict(tmp_path):
     ledger = SearchLedger(tmp_path)
     ledger.add("start", folder="a", ceiling=None)
     assert ledger.begun_folder == ""
