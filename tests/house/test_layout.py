@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,27 @@ def test_a_long_file_says_why_it_is_one_topic(room):
         f"over {LINES_OF_A_FILE} lines: a person should be able to read a whole topic. If a part "
         "has a topic of its own, move it to a file of that name. If the file is one topic, add it "
         "to LONG_FILES with the reason. Shorten no text for this"
+    )
+
+
+def test_the_list_of_modules_is_complete():
+    listed: set[str] = set()
+    room = ""
+    for line in (ROOT / "docs/modules.md").read_text("utf-8").splitlines():
+        heading = re.match(r"#+ `(\S+)/`", line)
+        if heading:
+            room = heading[1]
+        elif line.startswith("| `"):
+            names = re.findall(r"`(\w+)`", line.split("|")[1])
+            listed.update(f"{room}/{name}.py" for name in names)
+
+    modules = set()
+    for path in [*ROOT.glob("launcher/**/*.py"), *ROOT.glob("entry_point/*.py")]:
+        if path.name != "__init__.py":
+            modules.add(name_of(path))
+    assert listed == modules, (
+        f"{sorted(listed ^ modules)}: docs/modules.md lists each module once, with its task, under the "
+        "heading of its room; add a new module there, and take out one that is gone"
     )
 
 
