@@ -71,8 +71,8 @@ def test_the_list_of_modules_is_complete():
         if path.name != "__init__.py":
             modules.add(name_of(path))
     assert listed == modules, (
-        f"{sorted(listed ^ modules)}: docs/modules.md lists each module once, with its task, under the "
-        "heading of its room; add a new module there, and take out one that is gone"
+        f"{sorted(listed ^ modules)}: docs/modules.md lists each module once, with its task, under "
+        "the heading of its room; add a new module there, and take out one that is gone"
     )
 
 
