@@ -82,6 +82,11 @@ class TrainingRequest(BaseModel):
     teacher: str | None = None  # model to learn from, beside the text
     resume: str | None = None  # id of the job whose checkpoints to continue from
 
+    @property
+    def has_open_size(self) -> bool:
+        """True if a launch is to choose the size: by the text, or by the bytes of a page."""
+        return self.preset == "auto" or self.fit is not None
+
 
 class Request(TrainingRequest):
     """What a user asks for: what to train, on which text, and where.

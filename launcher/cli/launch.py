@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 @valued(
     "--fit BYTES",
     "In place of a size: the largest one whose page, as `play --save` writes it, has at most so"
-    " many bytes, such as 250kB or 1MB.",
+    " many bytes, such as 250kB or 1MB; all else is as with `--preset auto`.",
 )
 @valued(
     "--set assignments KEY=VALUE", "Set a hyperparameter; `sm-nanogpt hyperparameters` lists them."

@@ -89,12 +89,12 @@ class Draft:
         """`baby` on GPUs, where nothing else says what to train; check the hyperparameters."""
         request = self.request
         continues = self.original.resume is not None or self.original.init_from is not None
-        has_size = request.size is not None or request.fit is not None
-        is_open = request.preset is None and not has_size and not continues
-        if is_open and rents_gpus(request.instance or ""):
+        has_size = request.size is not None or request.has_open_size
+        if has_size:
+            return
+        if request.preset is None and not continues and rents_gpus(request.instance or ""):
             self.request = request.model_copy(update={"preset": "baby"})
-        if self.request.preset != "auto" and not has_size:
-            self.request.config(1)  # finds a mistake before a long text is read
+        self.request.config(1)  # finds a mistake before a long text is read
 
     def find_texts(self) -> None:
         """Find where the job reads its texts, unless another plan has found the same ones."""
@@ -106,18 +106,20 @@ class Draft:
         with about("data", self.request.data):
             if self.request.fit is not None:
                 self.fit_page(self.request.fit)
-            self.request = start.sized(self.request, self.texts)
+            else:
+                self.request = start.sized(self.request, self.texts)
         self.request = start.with_whole_windows(self.request, self.texts["data"])
         if self.earlier is None and "max_steps" not in self.original.hyperparameters:
             self.request = start.with_fitting_steps(self.request, self.texts["data"])
 
     def fit_page(self, page_limit: int) -> None:
-        """Set the size by the bytes that the page of the model may have."""
+        """Set the size by the bytes that the page of the model may have, and all else by it."""
         from sm_nanogpt.launcher.launching.fitting import fit_sizes  # it imports torch
 
         fit, self.twice_fit = fit_sizes(self.request, self.texts, [page_limit, 2 * page_limit])
         logger.info(f"fit: {fit}")
-        self.request = self.request.model_copy(update={"size": fit.size, "fit": None})
+        request = self.request.model_copy(update={"fit": None})
+        self.request = start.with_chosen_size(request, fit.size, self.texts)
 
     def make_job(self) -> None:
         """Set where the texts are, and what starts the processes on the instance type."""
@@ -135,16 +137,18 @@ class Draft:
     def describe_job(self) -> None:
         """Add the summary, the bytes of the page, and the loss that was forecast."""
         explicit = {*self.original.hyperparameters}
-        if "generations" in self.job.hyperparameters:  # the preset auto may set it
+        if "generations" in self.job.hyperparameters:  # which goes with an open size
             explicit.add("generations")
         summary = summary_of(self.job, explicit)
         page_limit = self.original.fit
         expected = None
         if is_run_of_size(self.job, self.texts):
             rows = forecast_rows(self.job, self.texts, self.backend.settings)
-            expected = expected_of(self.job.size or 0, rows)
+            forecast = expected_of(self.job.size or 0, rows)
             if page_limit is not None:
-                self.log_forecast(expected, rows)
+                self.log_forecast(forecast, rows)
+            if self.n_generations == 1:
+                expected = forecast
         elif page_limit is not None:
             logger.info("no loss is forecast for a run that differs from that of its size")
         if self.earlier is not None:
@@ -157,8 +161,13 @@ class Draft:
         update = {"summary": summary, "expected": expected, "page_limit": page_limit}
         self.job = self.job.model_copy(update=update)
 
+    @property
+    def n_generations(self) -> int:
+        return int(self.job.hyperparameters.get("generations", 1))
+
     def log_forecast(self, expected: Expected | None, rows: list[Row]) -> None:
-        """Log the loss that is forecast, and that of a page with twice the bytes."""
+        """Log the loss that is forecast, which is for one generation, and that of a page with twice
+        the bytes."""
         if not rows:
             data = shlex.quote(self.texts["data"].shown)
             extra = {"code": "forecast-first", "data": data}
@@ -176,6 +185,8 @@ class Draft:
             gain = f"twice the file is size {twice:g}, for which nothing is forecast"
         else:
             gain = f"twice the file, size {twice:g}: {twice_expected.loss:.3f}"
+        if self.n_generations > 1:
+            gain += "; that is for one generation, and two lose less"
         logger.info(f"forecast: loss {expected}; {gain}")
 
 
@@ -250,11 +261,14 @@ def with_training_folder(request: Request) -> Request:
 
 
 def is_run_of_size(job: TrainingJob, texts: Texts) -> bool:
-    """True if a job has the hyperparameters of its size and nothing else, as a forecast has it."""
+    """True if a job has the hyperparameters of its size and nothing else, as a forecast has it, but
+    for the number of its generations."""
     if job.size is None or job.teacher is not None:
         return False
     with job.source.running():
         sizes = job.source.module("sizes")
         of_size = sizes.hyperparameters_for_size(job.size, *start.text_length(texts))
-    values = {name: value for name, value in job.hyperparameters.items() if name != "seed"}
+    values = dict(job.hyperparameters)
+    for name in ("seed", "generations"):
+        values.pop(name, None)
     return bool(values == of_size)

@@ -168,22 +168,35 @@ def text_length(texts: Texts) -> tuple[int, bool]:
 
 def sized(request: Request, texts: Texts) -> Request:
     """The request with the hyperparameters of its size; preset=auto chooses the size."""
-    if request.preset != "auto" and request.size is None:
-        return request
+    if request.size is not None:
+        return with_logged_size(request, request.size, texts)
+    if request.preset == "auto":
+        n_tokens, _ = text_length(texts)
+        return with_chosen_size(request, size_by_text(request, n_tokens), texts)
+    return request
+
+
+def with_chosen_size(request: Request, size: float, texts: Texts) -> Request:
+    """The request with a size that was chosen for it, by its text or by the bytes of a page; and
+    with two generations where a second one is known to gain, unless the request says how long it
+    trains, or has a teacher."""
+    of_size = with_logged_size(request, size, texts)
+    length_is_chosen = {"max_steps", "generations"} & request.hyperparameters.keys()
+    if length_is_chosen or request.teacher is not None or not has_tuned_rates(request):
+        return of_size
+    return with_generations(of_size, size, texts)
+
+
+def with_logged_size(request: Request, size: float, texts: Texts) -> Request:
+    """The request with the hyperparameters of a size, as with_size has them, which is logged."""
     n_tokens, _ = text_length(texts)
-    size = size_by_text(request, n_tokens) if request.size is None else request.size
     upload = texts["data"].upload
     assert upload is not None, "text_length knows it"
     content = "conversations" if upload.chats else "text"
     logger.info(f"size: {size:g}, for {n_tokens:,} {unit_of(upload)} of {content}")
     if not has_tuned_rates(request):
         logger.info("learning_rate, weight_decay: the size's are for muon, and left out")
-    of_size = with_size(request, size, texts)
-    length_is_chosen = {"max_steps", "generations"} & request.hyperparameters.keys()
-    is_measured = has_tuned_rates(request) and not length_is_chosen and request.teacher is None
-    if request.size is not None or not is_measured:
-        return of_size
-    return with_generations(of_size, size, texts)
+    return with_size(request, size, texts)
 
 
 def with_size(request: Request, size: float, texts: Texts) -> Request:

@@ -220,6 +220,6 @@ def remedy_for_readings(request: Request, steps: int) -> dict[str, object]:
         return {}  # its text and its size are those of its beginning
     if request.init_from is not None or "max_steps" in request.hyperparameters:
         return {"code": "fewer-steps", "steps": steps, "n": READINGS}
-    if request.preset == "auto":
+    if request.has_open_size:
         return {"code": "more-text"}
     return {"code": "fitting-size"}

@@ -48,7 +48,7 @@ def begin_search(
     target = directory_of(name, settings)
     check_directory(name, target)
     trainer_class(request.instance or "")
-    if request.preset == "auto":  # of two generations, a search would take more than twice as long
+    if request.has_open_size:  # of two generations, a search would take more than twice as long
         one_generation = {"generations": 1, **request.hyperparameters}
         request = request.model_copy(update={"hyperparameters": one_generation})
     draft = fill(request, settings)

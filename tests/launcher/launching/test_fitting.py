@@ -91,6 +91,22 @@ def test_a_short_text_gets_a_smaller_size():
     assert "short" not in str(by_page)
 
 
+@pytest.mark.parametrize(
+    "options, generations",
+    [([], "2"), (["generations=1"], "1"), (["generations=3"], "3"), (["max_steps=9"], "1")],
+)
+def test_a_fitted_size_is_trained_as_auto_would(options, generations, rehearse, short_text_file):
+    """In two generations where they gain, unless the user says how long it trains."""
+    launch = ["--instance", "ml.g5.xlarge", "--data", short_text_file]
+    for option in options:
+        launch += ["--set", option]
+    for size in (["--fit", "1MB"], ["--preset", "auto"]):
+        ran = rehearse(launch, size).good
+        values = json.loads(ran.out)["HyperParameters"]
+        assert values["generations"] == generations
+        assert ("2.25 times as long" in ran.err) is (not options)
+
+
 def test_bytes_are_a_number_with_a_unit():
     cases = [
         ("250kB", 250_000),
@@ -185,6 +201,18 @@ def test_a_launch_says_what_twice_the_file_gives(rehearse, monkeypatch):
     assert "the forecast has no loss for size" in launch("--fit", "70kB")
     changed = launch("--fit", "250kB", "--set", "max_steps=7")
     assert "no loss is forecast for a run that differs" in changed
+
+
+def test_a_forecast_of_one_generation_is_named_as_such(rehearse, short_text_file, monkeypatch):
+    from sm_nanogpt.launcher.launching import draft
+
+    monkeypatch.setattr(draft, "forecast_rows", lambda *_: rows(2.0, 1.5, 1.1))
+    launch = ["--instance", "ml.g5.xlarge", "--data", short_text_file, "--fit", "1MB"]
+    two = rehearse(launch).good.err
+    assert "; that is for one generation, and two lose less" in two
+    one = rehearse(launch, "--set", "generations=1").good.err
+    assert "forecast: loss" in one
+    assert "for one generation" not in one
 
 
 def test_a_job_remembers_what_its_page_may_have(cli, text_file, home):

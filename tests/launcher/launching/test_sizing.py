@@ -99,6 +99,7 @@ def test_a_text_that_is_read_too_often_is_warned_about(preset, tokens, steps, ca
         ({"preset": "laptop"}, "fitting-size"),
         ({"size": 4}, "fitting-size"),
         ({"preset": "auto"}, "more-text"),
+        ({"fit": "1MB"}, "more-text"),
         ({"hyperparameters": {"max_steps": 900}}, "fewer-steps"),
         ({"preset": "auto", "hyperparameters": {"max_steps": 900}}, "fewer-steps"),
         ({"init_from": "JOB"}, "fewer-steps"),
