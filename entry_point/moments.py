@@ -74,11 +74,16 @@ def take_moments(tensors: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     return moments
 
 
+def generation_start(step: int, max_steps: int) -> int:
+    """The number of steps before the generation to which a step belongs."""
+    return (step - 1) // max_steps * max_steps
+
+
 def moments_before(
     moments: Mapping[int, dict[str, Tensor]], step: int, max_steps: int
 ) -> dict[int, dict[str, Tensor]]:
     """Those on the way to the model of a step: of its generation, and earlier."""
-    first = (step - 1) // max_steps * max_steps
+    first = generation_start(step, max_steps)
     return {earlier: moments[earlier] for earlier in sorted(moments) if first <= earlier < step}
 
 

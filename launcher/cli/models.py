@@ -279,7 +279,7 @@ def save_model(
     """Write a model as one page, say what it holds, and print its path."""
     from sm_nanogpt.launcher.views.model_card import job_behind
     from sm_nanogpt.launcher.views.model_page import SLOW_PARAMETERS, count_parameters
-    from sm_nanogpt.launcher.views.saved_page import save_model_page
+    from sm_nanogpt.launcher.views.saved_page import describe_copies, save_model_page
 
     settings = settings_of()
     directory, loaded, tokenizer = open_model(model, settings, entry_point)
@@ -290,7 +290,7 @@ def save_model(
     limit = job.page_limit if job else None
     note(f"weights: {page.rounding}")
     if page.copied is not None:
-        note(f"copies: the longest run of its samples that its text has too is {page.copied} bytes")
+        note(f"copies: {describe_copies(page.copied)}")
     note(f"moments: {page.moments}")
     if limit is not None and page.size > limit:
         note(f"the page has more than the {megabytes(limit)} for which the job was launched")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,7 +13,7 @@ from sm_nanogpt.entry_point.errors import TrainingError
 from sm_nanogpt.entry_point.files import read_json
 from sm_nanogpt.entry_point.huggingface import check_shapes, check_values
 from sm_nanogpt.entry_point.model import GPT
-from sm_nanogpt.entry_point.moments import DIRECTORY, FILES
+from sm_nanogpt.entry_point.moments import DIRECTORY, FILES, generation_start
 from sm_nanogpt.entry_point.safetensors_file import read_safetensors
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.models.load import is_edited
@@ -24,14 +24,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Moment:
-    """A model as it was after so many steps."""
+    """A model as it was after so many steps of its generation, which is counted from 1 on; None if
+    its run trains only one."""
 
     step: int
     model: GPT
+    generation: int | None = None
 
 
 def read_moments(directory: Path, model: GPT) -> list[Moment]:
-    """The model in a directory at the steps that its run kept, and at last the model itself.
+    """The model in a directory at the steps that its run kept of its generation, and at last the
+    model itself.
 
     An empty list if it kept none, or an edited folder computes the model. Raises ServiceError if a
     file is damaged or of another model.
@@ -41,12 +44,24 @@ def read_moments(directory: Path, model: GPT) -> list[Moment]:
         return []
     moments = []
     try:
+        training = read_json(directory / "training.json")
+        last_step = int(training["step"])
+        first_step, generation = generation_of(last_step, training.get("config", {}))
         for path in paths:
-            moments.append(Moment(step_of(path), read_moment(path, model)))
-        step = read_json(directory / "training.json")["step"]
+            step = step_of(path) - first_step
+            moments.append(Moment(step, read_moment(path, model), generation))
     except (TrainingError, KeyError, TypeError, ValueError, OSError) as error:
         raise ServiceError(f"{directory / DIRECTORY} does not load: {error}") from None
-    return [*moments, Moment(int(step), model)]
+    return [*moments, Moment(last_step - first_step, model, generation)]
+
+
+def generation_of(step: int, config: Mapping[str, Any]) -> tuple[int, int | None]:
+    """The steps before the generation of a step, and its number; 0 and None in a run of one."""
+    if config.get("generations", 1) == 1:
+        return 0, None
+    max_steps = config["max_steps"]
+    first_step = generation_start(step, max_steps)
+    return first_step, first_step // max_steps + 1
 
 
 def step_of(path: Path) -> int:

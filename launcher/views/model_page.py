@@ -27,6 +27,7 @@ from sm_nanogpt.entry_point.text import Tokenizer
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.models.encoder import pattern_of
 from sm_nanogpt.launcher.models.load import is_edited
+from sm_nanogpt.launcher.models.moments import Moment
 from sm_nanogpt.launcher.models.quantization import GROUP, Quantized
 
 TEMPLATE = Path(__file__).with_name("model.html")
@@ -46,11 +47,13 @@ ANY_CHARACTER = "[^]"  # in JavaScript
 
 @dataclass(frozen=True)
 class PageMoment:
-    """The rounded weights of a step, and their loss in bits per byte, or None without a text."""
+    """The rounded weights of a step, and their loss in bits per byte, or None without a text; the
+    generation of the step as in Moment."""
 
     step: int
     loss: float | None
     parameters: Mapping[str, Quantized | Tensor]
+    generation: int | None = None
 
 
 def page_of(
@@ -71,7 +74,7 @@ def page_of(
         **shape_of(model, parameters),
         "tokenizer": tokenizer_of(tokenizer),
         "slow": count_parameters(model) > SLOW_PARAMETERS,
-        "moments": [{"step": moment.step, "loss": moment.loss} for moment in moments],
+        "moments": [facts_of_moment(moment, moment.loss) for moment in moments],
     }
     blocks = [packed_block("model", pack(header, parameters))]
     for moment in moments[:-1]:
@@ -99,13 +102,13 @@ def served_model(
     name: str,
     title: str,
     card: Mapping[str, str],
-    steps: Sequence[int] = (),
+    moments: Sequence[Moment] = (),
 ) -> bytes:
     """A model as the page of `play` reads it: with its exact weights, for the browser to compute.
 
-    steps are those of the moments of its training that the server has, the last of which is the
-    model. A model that the browser cannot compute, or only slowly, has no weights: the page asks
-    the server's API for its text, by its name.
+    The server has the moments of its training, the last of which is the model. A model that the
+    browser cannot compute, or only slowly, has no weights: the page asks the server's API for its
+    text, by its name.
     """
     facts = facts_of(model, tokenizer, title, card)
     try:
@@ -121,7 +124,7 @@ def served_model(
         **facts,
         **shape_of(model, weights),
         "tokenizer": encoding,
-        "moments": [{"step": step, "loss": None} for step in steps],
+        "moments": [facts_of_moment(moment, None) for moment in moments],
     }
     return pack(header, weights)
 
@@ -155,6 +158,11 @@ def facts_of(
         "n_parameters": count_parameters(model),
         "chats": tokenizer.chats,
     }
+
+
+def facts_of_moment(moment: Moment | PageMoment, loss: float | None) -> dict[str, Any]:
+    """What the page says of a moment."""
+    return {"generation": moment.generation, "step": moment.step, "loss": loss}
 
 
 def shape_of(model: GPT, parameters: Mapping[str, Quantized | Tensor]) -> dict[str, Any]:

@@ -71,9 +71,11 @@ class MomentSlider {
 
   // Shows which moment it is.
   show(index) {
-    const { step, loss } = this.moments[index];
-    const steps = `step ${step.toLocaleString("en")} of ${this.moments.at(-1).step.toLocaleString("en")}`;
-    const text = loss === null ? steps : `${steps}, ${loss.toFixed(2)} bits per byte`;
+    const { generation, step, loss } = this.moments[index];
+    const lastStep = this.moments.at(-1).step;
+    let text = `step ${step.toLocaleString("en")} of ${lastStep.toLocaleString("en")}`;
+    if (generation) text = `generation ${generation}, ${text}`; // each begins with random weights
+    if (loss !== null) text += `, ${loss.toFixed(2)} bits per byte`;
     this.box.querySelector(".moment-text").textContent = text;
     this.slider.setAttribute("aria-valuetext", text);
     for (const marks of [this.labels, this.dots ?? []])

@@ -89,7 +89,7 @@ def make_app(
             player.name,
             player.title,
             player.card,
-            [moment.step for moment in player.moments],
+            player.moments,
         )
         return Response(content, headers=headers, media_type="application/octet-stream")
 

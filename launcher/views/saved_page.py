@@ -112,8 +112,7 @@ def save_page(
         shown = spread(moments, n_moments)
         content = draft.content(shown)
     write_bytes(str(path), content)
-    steps = [moment.step for moment in shown]
-    description = describe_moments(steps, len(moments), moments_limit)
+    description = describe_moments(shown, len(moments), moments_limit)
     return SavedPage(path, len(content), draft.rounding, draft.copied, description)
 
 
@@ -143,8 +142,7 @@ class PageDraft:
         """The page with these moments, of which the last is the model; it alone has no slider."""
         facts = {**self.card, "weights": str(self.rounding)}
         if self.copied is not None:
-            copies = f"at most {self.copied} bytes in a row of {SAMPLES} samples"
-            facts["copies"] = f"{copies} stand in its text"
+            facts["copies"] = describe_copies(self.copied)
         rounded = self.round_moments(moments) if len(moments) > 1 else []
         parameters = self.rounding.parameters
         page = page_of(self.model, parameters, self.tokenizer, self.title, facts, rounded)
@@ -193,7 +191,8 @@ class PageDraft:
                 self.rounded_moments[moment.step] = rounded
         rounded_moments = [self.rounded_moments[moment.step] for moment in earlier]
         loss = self.rounding.rounded_loss
-        return [*rounded_moments, PageMoment(end.step, loss, self.rounding.parameters)]
+        page_end = PageMoment(end.step, loss, self.rounding.parameters, end.generation)
+        return [*rounded_moments, page_end]
 
 
 def round_moment(moment: Moment, corpus: Corpus | None, bits: int) -> PageMoment:
@@ -202,17 +201,25 @@ def round_moment(moment: Moment, corpus: Corpus | None, bits: int) -> PageMoment
     loss = None
     if corpus is not None:
         loss = bits_per_byte(with_quantized_weights(moment.model, parameters), corpus)
-    return PageMoment(moment.step, loss, parameters)
+    return PageMoment(moment.step, loss, parameters, moment.generation)
 
 
-def describe_moments(steps: Sequence[int], n_kept: int, limit: int | None) -> str:
+def describe_copies(n_bytes: int) -> str:
+    """How long a passage of the training text the samples have."""
+    return f"{n_bytes} bytes, the longest passage of the training text in {SAMPLES} samples"
+
+
+def describe_moments(moments: Sequence[Moment], n_kept: int, limit: int | None) -> str:
     """Which of the kept moments a page shows; not all, if its limit, in bytes, is too small."""
     if not n_kept:
         return "the run kept none"
     shown = "the end alone"
-    if len(steps) > 1:
-        shown = f"of steps {', '.join(map(str, steps))}"
-    if len(steps) == n_kept:
+    if len(moments) > 1:
+        shown = f"of steps {', '.join(str(moment.step) for moment in moments)}"
+        generation = moments[-1].generation
+        if generation is not None:
+            shown += f" of generation {generation}"
+    if len(moments) == n_kept:
         return shown
     if limit is not None:
         return f"{shown}, as all {n_kept} would make over {megabytes(limit)}"

@@ -10,7 +10,7 @@ import torch
 from models import SMALL, VOCABULARY_SIZE, lively
 
 from sm_nanogpt.entry_point.model import GPT
-from sm_nanogpt.entry_point.moments import write_moments
+from sm_nanogpt.entry_point.moments import moments_before, write_moments
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.models.moments import read_moments, spread
 
@@ -38,6 +38,18 @@ def test_moments_are_the_model_at_earlier_steps_and_itself(directory):
     weights = [moment.model.state_dict()[name] for moment in moments]
     assert torch.equal(weights[1], weights[2].bfloat16().float())
     assert torch.equal(weights[0], weights[1] / 2)
+
+
+@pytest.mark.parametrize("step, generation, steps", [(9, 2, [0, 4]), (5, 1, [0, 4, 5])])
+def test_moments_count_the_steps_of_their_generation(step, generation, steps, tmp_path):
+    weights = lively().state_dict()
+    kept = moments_before({0: weights, 4: weights, 5: weights}, step, max_steps=5)
+    write_moments(tmp_path, kept)
+    training = {"step": step, "config": {"generations": 2, "max_steps": 5}}
+    (tmp_path / "training.json").write_text(json.dumps(training))
+    moments = read_moments(tmp_path, lively())
+    assert [moment.step for moment in moments] == steps
+    assert {moment.generation for moment in moments} == {generation}
 
 
 def test_a_model_without_moments_has_an_empty_list(tmp_path):

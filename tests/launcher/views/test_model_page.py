@@ -165,8 +165,8 @@ def test_each_moment_writes_what_the_sampler_writes(tmp_path):
     ]
     page = page_of(end, moments[-1].parameters, LETTERS, "a model", {}, moments)
     assert run(page, "header.moments", tmp_path) == [
-        {"step": 0, "loss": 8.0},
-        {"step": 7, "loss": None},
+        {"generation": None, "step": 0, "loss": 8.0},
+        {"generation": None, "step": 7, "loss": None},
     ]
     (block,) = re.findall(r'class="moment"[^>]*>([^<]*)<', page)
     weights = f"readTensors(header, unpack(await decompress({json.dumps(block)})).tensors)"
@@ -191,7 +191,7 @@ def test_play_saves_a_page_and_says_what_it_holds(job, cli, tmp_path):
     ran = cli("play", job.job_id, "--save", "model.html")
     assert (ran.code, ran.out) == (0, "model.html\n")
     assert re.search(r"weights: \d bits; .* bits per byte instead of", ran.err)
-    assert re.search(r"copies: .* \d+ bytes", ran.err)
+    assert re.search(r"copies: \d+ bytes, the longest passage of the training text in", ran.err)
     size = (tmp_path / "model.html").stat().st_size
     assert f"size: {size / 1e6:.2f} MB" in ran.err
     assert size < 2_000_000
