@@ -263,7 +263,6 @@ def draw_chat(studio: Studio) -> None:
             page.fill("#prompt", prompt)
             page.click("#write")
             wait_for_end(page)
-        page.get_by_text("About this model").click()  # which closes it
         page.evaluate("scrollTo(0, 0)")
         save_page("chat.png", page, until="#form")
 

@@ -5,7 +5,6 @@ const TURN = 25; // milliseconds of computing until the browser may draw
 const LONGEST_TURN = 100; // where drawing takes long
 const REPORT = 100; // milliseconds between two reports of the speed
 const N_LIKELY = 5;
-const SIDE_BY_SIDE = 900; // pixels from which two columns are; below, one is under the other
 
 function append(parent, name, className = "", text = "") {
   const element = document.createElement(name);
@@ -130,12 +129,19 @@ class Column {
     if (header.chats) this.text.classList.add("conversation");
     this.part("name").textContent = header.title;
     this.part("facts").textContent = this.facts();
-    for (const [label, text] of Object.entries(header.card)) {
-      const row = append(this.part("card"), "tr");
+    this.about = this.describe(header.card);
+    this.clear();
+  }
+
+  // A box with what the page says of the model, by label. It stands below all texts.
+  describe(card) {
+    const box = find("about").content.firstElementChild.cloneNode(true);
+    for (const [label, text] of Object.entries(card)) {
+      const row = append(box.querySelector("table"), "tr");
       append(row, "th", "", label).scope = "row";
       append(row, "td", "", text);
     }
-    this.clear();
+    return box;
   }
 
   part(className) {
@@ -231,9 +237,10 @@ class Column {
     const { stop, seed } = settings;
     let written = "";
     let reportTime = startTime;
+    let follows = true; // the newest token is kept in sight, until one scrolls up
     for await (const { text, likely } of tokens) {
       const isDue = performance.now() > reportTime; // to measure what is drawn takes long
-      const follows = isDue && this.isAtEnd();
+      if (isDue) follows = this.isAtEnd();
       if (text) {
         const span = append(element, "span", "token", text);
         span.tabIndex = -1;
@@ -242,14 +249,15 @@ class Column {
       written += text;
       if (stop && written.includes(stop)) {
         cut(element, written.indexOf(stop));
-        return;
+        break;
       }
-      if (follows) this.scroll();
       if (isDue) {
+        if (follows) this.scroll();
         this.report(speed(written.length, startTime, seed), "progress");
         reportTime = performance.now() + REPORT;
       }
     }
+    if (follows) this.scroll();
   }
 
   // Adds a question and its answer to the messages. One without an answer can be asked again.
@@ -350,6 +358,7 @@ class Page {
 
   describe() {
     find("columns").append(...this.columns.map((column) => column.article));
+    find("abouts").append(...this.columns.map((column) => column.about));
     document.title = this.columns.map((column) => column.header.title).join(", ");
     if (this.columns.length > 1) this.describeSeveral();
     else this.describeOne();
@@ -372,8 +381,8 @@ class Page {
     find("title").textContent = "Side by side";
     find("facts").textContent = `${task} by ${this.columns.length} models`;
     document.body.classList.add("several");
-    if (innerWidth >= SIDE_BY_SIDE) return;
-    for (const column of this.columns) column.part("about").open = false; // the next text follows
+    for (const { about, header } of this.columns)
+      about.querySelector("summary").textContent = `About ${header.title}`;
   }
 
   arrangeAsChat() {

@@ -412,9 +412,19 @@ def test_the_page_keeps_a_conversation_until_a_new_one(talk):
             assert answer == "".join(piece for (piece,) in columns)
             messages.append(Message("assistant", answer))
     assert page.locator(".question").count() == 4
-    assert "its loss" in page.locator(".card").inner_text()
+    assert "its loss" in page.locator("#abouts").inner_text()
     page.click("#anew")
     assert written(page) == [""]
+
+
+def test_the_end_of_an_answer_is_in_sight(talk):
+    """Also of one that is written at once."""
+    page, _ = talk
+    page.evaluate("performance.now = () => 0")
+    for _ in range(5):
+        ask(page, "What is 3 + 3?")
+    below = "text => text.scrollHeight - text.scrollTop - text.clientHeight"
+    assert page.locator(".text").evaluate(below) < 2
 
 
 def test_shift_enter_breaks_the_line_of_a_message(talk):
@@ -431,8 +441,10 @@ def test_a_message_is_typed_below_the_conversation(talk, width):
     page, _ = talk
     page.set_viewport_size({"width": width, "height": 800})
     ask(page, "What is 3 + 3?")
-    boxes: list[Any] = [page.locator(name).bounding_box() for name in (".answer", "#prompt")]
+    names = (".answer", "#prompt", "#abouts")
+    boxes: list[Any] = [page.locator(name).bounding_box() for name in names]
     assert boxes[0]["y"] + boxes[0]["height"] <= boxes[1]["y"] <= 800
+    assert boxes[1]["y"] + boxes[1]["height"] <= boxes[2]["y"]
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
@@ -489,12 +501,14 @@ def test_the_page_of_play_fits_a_phone(play):
     assert play.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-@pytest.mark.parametrize("width, is_open", [(390, False), (1300, True)])
-def test_the_text_of_a_model_follows_that_of_another(width, is_open, site, visit):
-    """On a phone, where it stands below, what is said of the first does not part them."""
+@pytest.mark.parametrize("width", [390, 1300])
+def test_what_is_said_of_the_models_stands_below_all_texts(width, site, visit):
     page = open_play(visit, site, viewport={"width": width, "height": 800})
-    states = {box.get_attribute("open") is not None for box in page.locator(".about").all()}
-    assert states == {is_open}
+    texts: list[Any] = [text.bounding_box() for text in page.locator(".text").all()]
+    abouts: list[Any] = [about.bounding_box() for about in page.locator("#abouts details").all()]
+    assert max(box["y"] + box["height"] for box in texts) < min(box["y"] for box in abouts)
+    names = page.locator("#abouts summary").all_inner_texts()
+    assert names == [f"About {player.name}" for player in site.players]
 
 
 @pytest.fixture
@@ -679,6 +693,19 @@ def test_two_models_side_by_side_have_no_slider(visit):
     with served(players) as site:
         page = open_play(visit, site)
         assert not any(box.is_visible() for box in page.locator(".moments").all())
+
+
+def test_the_slider_names_the_generation_of_a_later_model(visit, tmp_path):
+    """Whose first step has random weights again."""
+    model = lively()
+    weights = quantize_model(model, 8)
+    moments = [PageMoment(step, None, weights, generation=2) for step in (0, 9)]
+    path = tmp_path / "model.html"
+    path.write_text(page_of(model, weights, tokenizer_of(LETTERS), "my model", {}, moments))
+    page = visit(path.as_uri())
+    slider = page.get_by_label("How it learned")
+    slider.press("Home")
+    assert slider.get_attribute("aria-valuetext") == "generation 2, step 0 of 9"
 
 
 def test_the_training_can_be_watched_and_stopped(learned):
