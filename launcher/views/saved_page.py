@@ -14,7 +14,7 @@ from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.storage import write_bytes
 from sm_nanogpt.launcher.judge.anchors import as_tensor, longest_run
 from sm_nanogpt.launcher.judge.evaluate import training_corpus
-from sm_nanogpt.launcher.judge.rounding import Rounding, bits_per_byte, round_weights
+from sm_nanogpt.launcher.judge.rounding import Rounding, measure_losses, round_weights
 from sm_nanogpt.launcher.judge.texts import TRAINING_BYTES
 from sm_nanogpt.launcher.models.moments import Moment, read_moments, spread
 from sm_nanogpt.launcher.models.quantization import BITS, quantize_model, with_quantized_weights
@@ -200,7 +200,8 @@ def round_moment(moment: Moment, corpus: Corpus | None, bits: int) -> PageMoment
     parameters = quantize_model(moment.model, bits)
     loss = None
     if corpus is not None:
-        loss = bits_per_byte(with_quantized_weights(moment.model, parameters), corpus)
+        rounded = with_quantized_weights(moment.model, parameters)
+        loss = measure_losses(rounded, corpus).bits_per_byte
     return PageMoment(moment.step, loss, parameters, moment.generation)
 
 
