@@ -25,6 +25,7 @@ from sm_nanogpt.launcher.forecast.clock import LocalClock, LocalTimes
 from sm_nanogpt.launcher.forecast.law import MeasuredRun, TextLaw, shared
 from sm_nanogpt.launcher.forecast.pilots import (
     SMALLEST,
+    STEP_OVERHEAD,
     WRITTEN,
     PlannedPilot,
     TimeLeft,
@@ -132,10 +133,7 @@ class Forecaster:
         recorded = self.ledger.pilots
         missing = [trial for trial in trials if trial.name not in recorded]
         n_ended = len(trials) - len(missing)
-        works = {
-            planned.name: self.sizes.work(planned.size, planned.n_tokens)
-            for planned in planned_pilots
-        }
+        works = {planned.name: self.work_of(planned) for planned in planned_pilots}
         time_left = TimeLeft(sum(works[trial.name] for trial in missing), cores())
         if missing:
             self.report(f"{len(missing)} to run, {cores()} at a time")
@@ -149,6 +147,11 @@ class Forecaster:
             self.report(f"{trial.name}: loss {pilot.loss:.3f}, {pilot.seconds:.0f} s ({progress})")
         recorded = self.ledger.pilots
         return {planned: recorded[planned.name] for planned in planned_pilots}
+
+    def work_of(self, planned: PlannedPilot) -> float:
+        """The operations of a pilot, and those for which the overhead of its steps stands."""
+        config = self.sizes.config(planned.size, planned.n_tokens)
+        return float(config.max_steps * (self.sizes.step_work(config) + STEP_OVERHEAD))
 
     def losses(
         self,

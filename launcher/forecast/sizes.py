@@ -40,9 +40,9 @@ class Sizes:
         """The operations of a step."""
         return step_work(config, self.vocabulary_size)
 
-    def work(self, size: float, n_tokens: int | None = None) -> float:
+    def work(self, size: float) -> float:
         """The operations of a run."""
-        config = self.config(size, n_tokens)
+        config = self.config(size)
         return self.step_work(config) * float(config.max_steps)
 
 
