@@ -60,7 +60,8 @@ def test_the_commands_of_a_page_succeed(page, cli, job, text_file, monkeypatch):
     monkeypatch.setattr("webbrowser.open", lambda url: True)
     monkeypatch.setattr("sm_nanogpt.launcher.text.first_text.first_text", lambda *_: text_file)
     Path("notes/drafts").mkdir(parents=True)
-    for name in ("input.txt", "letters.txt", "more.txt", "notes/a.py", "notes/drafts/b.md"):
+    texts = ("input.txt", "letters.txt", "more.txt", "start.txt", "notes/a.py", "notes/drafts/b.md")
+    for name in texts:
         shutil.copy(text_file, name)
     reviews = "".join(f'{number},"good, and {number}"\n' for number in range(500))
     Path("reviews.csv").write_text(f"id,review\n{reviews}")
