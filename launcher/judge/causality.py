@@ -19,23 +19,25 @@ from itertools import accumulate, pairwise, zip_longest
 from random import Random
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sm_nanogpt.entry_point.causality import MIN_LOG_PROBABILITY, TOLERANCE, find_leak
 from sm_nanogpt.entry_point.conversations import IGNORED
 from sm_nanogpt.launcher.errors import ServiceError
-from sm_nanogpt.launcher.files.progress import Progress
+from sm_nanogpt.launcher.files.progress import Progress, no_progress
 from sm_nanogpt.launcher.judge.score import cut_windows, nats_of
 from sm_nanogpt.launcher.judge.texts import Encoded
 from sm_nanogpt.launcher.judge.worker import Worker
 
 # Cuts of a model that an edited folder computes. If it looks ahead at one of 2,000 positions, which
-# gains 0.005 nats if each gains 10, they miss it in one of 1,000 evaluations. The packaged model
-# does what this repository says; there, a few show that nothing is broken.
-CUTS, PACKAGED_CUTS = 14_336, 512
-LANES, LANE_LENGTH = 64, 8  # at most so many lanes, of at least so many windows
+# gains 0.005 nats if each gains 10, they miss it in one of 1,000 evaluations.
+CUTS = 14_336
+MAX_LANES = 64
+MIN_LANE_LENGTH = 8  # windows
 ALONE = 64  # rows that come one by one, before the process has seen much of the text
-ROUNDING, RELATIVE = 1e-3, 1e-5  # nats by which a loss may differ, and the share of a large one
+ROUNDING = 1e-3  # nats by which a loss may differ
+RELATIVE_ROUNDING = 1e-5  # the share by which a large one may differ
 
 
 class NotCausal(ServiceError):
@@ -79,7 +81,7 @@ def in_passes(cuts: Sequence[Sequence[Cut]], chance: Random) -> Iterator[list[Cu
     """
     begin = chance.randrange(len(cuts))
     rotated = [*cuts[begin:], *cuts[:begin]]
-    n_lanes = max(1, min(LANES, len(cuts) // LANE_LENGTH))
+    n_lanes = max(1, min(MAX_LANES, len(cuts) // MIN_LANE_LENGTH))
     lane_length = math.ceil(len(cuts) / n_lanes)
     lanes = [rotated[at : at + lane_length] for at in range(0, len(cuts), lane_length)]
     n_alone = 0
@@ -122,8 +124,8 @@ def check_causal(
     worker: Worker,
     encoded: Sequence[Encoded],
     nats: Sequence[Tensor],
-    n_cuts: int = CUTS,
-    progress: Progress = lambda n: None,
+    n_cuts: int,
+    progress: Progress = no_progress,
 ) -> int:
     """Compute losses again in another process, without what follows; returns the number of cuts.
 
@@ -180,7 +182,7 @@ def find_difference(
     for cut, losses in zip(cuts, nats_of(logits, targets), strict=True):
         expected = scored[cut.window].nats[: len(losses)]
         difference = (losses - expected).abs()
-        agrees = difference <= ROUNDING + RELATIVE * expected  # NaN does not
+        agrees = difference <= ROUNDING + RELATIVE_ROUNDING * expected  # NaN does not
         if not agrees.all():
             return float(difference.max())
     return None
@@ -208,12 +210,8 @@ def filled(
 def explain_difference(worker: Worker, encoded: Sequence[Encoded], difference: float) -> str:
     """The message for losses that differ by so many nats. It names the position that looks ahead,
     if `find_leak` finds one."""
-    leak = find_leak(
-        worker.logits,
-        rows_of_text(worker, encoded),
-        len(worker.tokenizer),
-        seed=secrets.randbits(32),
-    )
+    rows = rows_of_text(worker, encoded)
+    leak = find_leak(worker.logits, rows, len(worker.tokenizer), seed=secrets.randbits(32))
     cause = f"losses depend on other windows, or on later tokens (by {difference:.2g} nats)"
     if leak is not None and leak.token is not None:  # else no one token explains the difference
         cause = str(leak)
@@ -225,8 +223,8 @@ def rows_of_text(worker: Worker, encoded: Sequence[Encoded]) -> Tensor:
 
     A short text is repeated.
     """
-    start = torch.tensor([worker.tokenizer.start])
-    ids = torch.cat([part for document in encoded for part in (start, document.ids)])
+    start = worker.tokenizer.start
+    ids = torch.cat([F.pad(document.ids, (1, 0), value=start) for document in encoded])
     length = worker.block_size
     n_rows = max(2, len(ids) // length)
     n_repeats = math.ceil(n_rows * length / len(ids))

@@ -81,35 +81,21 @@ class Anchor:
     """A number that stands beside the bits per byte of a model."""
 
     heading: str
-    measure: str  # the function; named and not imported, since it needs torch
     spec: str = ".3f"  # the format of a value
     suffix: str = ""  # after a value; it may name {samples}
     of_training: str = ""  # what a warning calls it, if it needs the training text
 
 
-# By the field of Evaluation that holds it, in the order in which they are shown. A field that is
-# no longer here stays in Evaluation, so that what was kept can be read.
+# By the field of Evaluation that holds it, in the order in which they are shown. The function of
+# this name in `measures` measures it. A field that is no longer here stays in Evaluation, so that
+# what was kept can be read.
 ANCHORS = {
-    "xz": Anchor("xz", "sm_nanogpt.launcher.judge.measures.xz"),
-    "ngram": Anchor(
-        "5-gram of the training text",
-        "sm_nanogpt.launcher.judge.measures.ngram",
-        of_training="5-gram",
-    ),
-    "validation": Anchor(
-        "own validation text",
-        "sm_nanogpt.launcher.judge.measures.validation",
-        of_training="own validation text",
-    ),
-    "overlap": Anchor(
-        "overlap with the training text",
-        "sm_nanogpt.launcher.judge.measures.overlap",
-        spec=".1%",
-        of_training="overlap",
-    ),
+    "xz": Anchor("xz"),
+    "ngram": Anchor("5-gram of the training text", of_training="5-gram"),
+    "validation": Anchor("own validation text", of_training="own validation text"),
+    "overlap": Anchor("overlap with the training text", spec=".1%", of_training="overlap"),
     "copied": Anchor(
         "longest run copied from it",
-        "sm_nanogpt.launcher.judge.measures.copied",
         spec="d",
         suffix=" bytes in {samples}",
         of_training="copied run",
@@ -165,7 +151,7 @@ class Evaluation:
         Beside `first`, another model on the same text, with the difference of the two.
         """
         facts = {
-            "bits per byte": of_bits(self.bits_per_byte, self.half),
+            "bits per byte": with_interval(self.bits_per_byte, self.half),
             "perplexity per token": formatted(self.perplexity, ".2f"),
         }
         for name, anchor in ANCHORS.items():
@@ -175,10 +161,11 @@ class Evaluation:
         if self.n_unknown:
             facts["unknown characters"] = f"{self.n_unknown:,}, of the bits {self.unknown_bits:.3f}"
         if first is not None and first is not self:
-            pairs = zip(self.parts, first.parts, strict=True)
-            differences = [replace(part, nats=part.nats - other.nats) for part, other in pairs]
+            differences = []
+            for part, other in zip(self.parts, first.parts, strict=True):
+                differences.append(replace(part, nats=part.nats - other.nats))
             bits = total(differences).bits_per_byte
-            facts["less the first"] = of_bits(bits, margin(differences))
+            facts["less the first"] = with_interval(bits, margin(differences))
         return facts
 
 
@@ -189,12 +176,11 @@ def formatted(value: float | None, spec: str, suffix: str = "", prefix: str = ""
     return f"{prefix}{value:{spec}}{suffix}"
 
 
-def of_bits(bits: float | None, half: float | None = None) -> str:
-    """Bits per byte, and their interval: 2.214 (2.171 to 2.259)."""
-    interval = ""
-    if bits is not None and half:
-        interval = f" ({bits - half:.3f} to {bits + half:.3f})"
-    return formatted(bits, ".3f", interval)
+def with_interval(bits: float, half: float | None) -> str:
+    """Bits per byte, and their interval if it is known: 2.214 (2.171 to 2.259)."""
+    if not half:
+        return f"{bits:.3f}"
+    return f"{bits:.3f} ({bits - half:.3f} to {bits + half:.3f})"
 
 
 def save_evaluation(evaluation: Evaluation, name: str, settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""How each anchor in the table of `evaluation` is measured: a function of its name each."""
+"""How each anchor in the table of `evaluation` is measured: by the function of its name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sm_nanogpt.launcher.backends import load_object
 from sm_nanogpt.launcher.judge import anchors
 from sm_nanogpt.launcher.judge.evaluation import ANCHORS
 from sm_nanogpt.launcher.judge.score import losses, whole_document
@@ -45,7 +44,7 @@ class Subject:
         """The bytes of each text as the training text has them, uint8 [n]."""
         contents = []
         for document in self.encoded:
-            content: bytes | bytearray = document.content
+            content: bytes | bytearray = document.text.content
             if document.text.is_chat:  # with the tokens that begin its turns
                 content = content_of(document.ids, self.worker.tokenizer.words)
             contents.append(anchors.as_tensor(content))
@@ -54,13 +53,17 @@ class Subject:
 
 def measure_anchors(subject: Subject) -> dict[str, Any]:
     """Measures each anchor of the table, by the field of Evaluation that holds it."""
-    return {name: load_object(anchor.measure)(subject) for name, anchor in ANCHORS.items()}
+    values = {}
+    for name in ANCHORS:
+        measure = globals()[name]
+        values[name] = measure(subject)
+    return values
 
 
 def xz(subject: Subject) -> float | None:
     if subject.has_chats:
         return None
-    return anchors.xz(b"".join(document.content for document in subject.encoded))
+    return anchors.xz(b"".join(document.text.content for document in subject.encoded))
 
 
 def ngram(subject: Subject) -> float | None:

@@ -46,31 +46,33 @@ def read_canaries(path: Path) -> list[str]:
 
 
 def measure_exposure(worker: Worker, canaries: Sequence[str]) -> list[Canary]:
-    """The exposure of the secret in each line (Carlini et al., arXiv:1802.08232, section 4.3).
+    """The exposure of the secret in each line (Carlini et al., arXiv:1802.08232, section 4.3)."""
+    vocabulary = b"".join(worker.tokenizer.words).decode(errors="ignore")
+    return [Canary(line, exposure_of(worker, line, vocabulary)) for line in canaries]
+
+
+def exposure_of(worker: Worker, line: str, vocabulary: str) -> float:
+    """The exposure of the secret in a line, in bits; `vocabulary` has the characters to vary it.
 
     Other secrets are drawn at random, with other digits and letters. Their losses are taken as
     normal, so that a few of them tell small probabilities. The likeliest of n possible secrets has
     log2(n) bits.
     """
-    vocabulary = b"".join(worker.tokenizer.words).decode(errors="ignore")
-    measured = []
-    for line in canaries:
-        beginning, secret, end = CANARY.fullmatch(line).groups()  # type: ignore[union-attr]
-        random = Random(line)
-        pools = [alternatives(character, vocabulary) for character in secret]
-        secrets = [secret]
-        for _ in range(OTHER_SECRETS):
-            secrets.append("".join(map(random.choice, pools)))
-        texts = [Text(line, [f"{beginning}{drawn}{end}"]) for drawn in secrets]
-        nats = losses(worker, encode(texts, worker.tokenizer))
+    beginning, secret, end = CANARY.fullmatch(line).groups()  # type: ignore[union-attr]
+    random = Random(line)
+    pools = [alternatives(character, vocabulary) for character in secret]
+    secrets = [secret]
+    for _ in range(OTHER_SECRETS):
+        secrets.append("".join(map(random.choice, pools)))
+    texts = [Text(line, [f"{beginning}{drawn}{end}"]) for drawn in secrets]
+    nats = losses(worker, encode(texts, worker.tokenizer))
 
-        loss, *other_losses = torch.stack([document.sum() for document in nats])
-        deviation, mean = torch.std_mean(torch.stack(other_losses))
-        z = (loss - mean) / (deviation + 1e-9)
-        bits = -torch.special.log_ndtr(z) / math.log(2)
-        max_bits = math.fsum(math.log2(len(pool)) for pool in pools)
-        measured.append(Canary(line, min(float(bits), max_bits)))
-    return measured
+    loss, *other_losses = torch.stack([document.sum() for document in nats])
+    deviation, mean = torch.std_mean(torch.stack(other_losses))
+    z = (loss - mean) / (deviation + 1e-9)
+    bits = -torch.special.log_ndtr(z) / math.log(2)
+    max_bits = math.fsum(math.log2(len(pool)) for pool in pools)
+    return min(float(bits), max_bits)
 
 
 def alternatives(character: str, vocabulary: str) -> str:
@@ -132,7 +134,8 @@ def count_right_answers(
     prompts = [question.messages for question in questions]
     answers = worker.sample(prompts, max_new_tokens=longest + MORE_TOKENS, temperature=0.0)
 
-    right, total = Counter[str](), Counter[str]()
+    right = Counter[str]()
+    total = Counter[str]()
     for question, answer in zip(questions, answers, strict=True):
         answer = answer.strip()
         if not worker.chats:  # it has not learned to end an answer, and goes on in another line

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sm_nanogpt.entry_point.conversations import IGNORED
 from sm_nanogpt.launcher.errors import ServiceError
-from sm_nanogpt.launcher.files.progress import Progress
+from sm_nanogpt.launcher.files.progress import Progress, no_progress
 from sm_nanogpt.launcher.judge.evaluation import Passage
 from sm_nanogpt.launcher.judge.texts import Encoded
 from sm_nanogpt.launcher.judge.worker import Worker
@@ -81,7 +81,7 @@ def nats_of(logits: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
 
 
 def score(
-    worker: Worker, windows: Sequence[Window], progress: Progress = lambda n: None
+    worker: Worker, windows: Sequence[Window], progress: Progress = no_progress
 ) -> list[Tensor]:
     """The losses of the targets that each window counts, in nats, float64 [n].
 
@@ -103,7 +103,7 @@ def score(
 
 
 def losses(
-    worker: Worker, encoded: Sequence[Encoded], progress: Progress = lambda n: None
+    worker: Worker, encoded: Sequence[Encoded], progress: Progress = no_progress
 ) -> tuple[Tensor, ...]:
     """The loss of each token of each document, in nats, float64 [n]."""
     windows = cut_windows(encoded, worker.tokenizer.start, worker.block_size)
@@ -116,7 +116,7 @@ def losses(
 
 def whole_document(document: Encoded, nats: Tensor, excerpt: str = "") -> Passage:
     """A document as one passage. nats are the losses of its tokens, float64 [n]."""
-    counted = nats[document.counts]
+    counted = (nats + document.unknown_nats)[document.counts]
     return Passage(
         place=document.text.position,
         nats=float(counted.sum()),
@@ -135,7 +135,8 @@ def passages(document: Encoded, nats: Tensor, size: int) -> list[Passage]:
         conversation = one_line(" ".join(document.text.pieces))
         return [whole_document(document, nats, conversation[-2 * EXCERPT_MARGIN :])]
 
-    content = document.content
+    nats = nats + document.unknown_nats
+    content = document.text.content
     cuts = cut_at_lines(content, size)
     token_ends = document.widths.cumsum(0)  # in bytes
     first_tokens = torch.searchsorted(token_ends, torch.tensor(cuts), right=True).tolist()

@@ -6,8 +6,9 @@ import json
 import logging
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -44,10 +45,16 @@ class Text:
     pieces: Sequence[str]  # of a conversation, its turns
     is_chat: bool = False
 
-    @property
+    @cached_property
+    def characters(self) -> str:
+        return "".join(self.pieces)
+
+    @cached_property
     def content(self) -> bytes:
-        turn_end = "\n" if self.is_chat else ""  # as in what a model learns
-        return "".join(piece + turn_end for piece in self.pieces).encode()
+        """The bytes that a model learns: a turn of a conversation ends with a line break."""
+        if not self.is_chat:
+            return self.characters.encode()
+        return "".join(f"{turn}\n" for turn in self.pieces).encode()
 
 
 @dataclass(frozen=True)
@@ -62,20 +69,15 @@ class Encoded:
     ids: Tensor  # int64 [n]
     counts: Tensor  # bool [n]: True where the loss of the id counts
     widths: Tensor  # int64 [n]: the bytes of each id
-    content: bytes
+    unknown_nats: Tensor  # float64 [n]: what unknown characters cost
     n_unknown: int = 0  # characters
-    unknown_nats: Tensor | None = None  # what they cost, float64 [n]; None if there are none
-
-    def with_unknown(self, nats: Tensor) -> Tensor:
-        """The losses of all ids with what unknown characters cost, float64 [n]."""
-        return nats if self.unknown_nats is None else nats + self.unknown_nats
 
     @property
     def size(self) -> int:
         """The bytes that count: of a conversation, those of the answers."""
         if self.text.is_chat:
             return int(self.widths[self.counts].sum())
-        return len(self.content)
+        return len(self.text.content)
 
 
 def read_texts(
@@ -117,7 +119,8 @@ def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
         ids = torch.tensor(array("i", content), dtype=torch.int64)
         counts = ids >= 0  # ~id does not count
         ids = torch.where(counts, ids, ~ids)
-        encoded.append(Encoded(text, ids, counts, widths[ids], text.content))
+        unknown_nats = torch.zeros(len(ids), dtype=torch.float64)
+        encoded.append(Encoded(text, ids, counts, widths[ids], unknown_nats))
     return encoded
 
 
@@ -133,48 +136,57 @@ def encode_known(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
     """
     unknown = set[str]()
     for text in texts:
-        unknown |= unknown_in(tokenizer, "".join(text.pieces))
+        unknown |= unknown_in(tokenizer, text.characters)
     if not unknown or any(text.is_chat for text in texts):
         return encode(texts, tokenizer)
 
-    known_texts = []
-    for text in texts:
-        content = "".join(text.pieces)
-        known_content = "".join(character for character in content if character not in unknown)
-        if "\r" in unknown and "\r" in content:
-            raise unknown_characters(text.position, "\r")
-        if not known_content:
-            raise unknown_characters(text.position, content)
-        known_texts.append(replace(text, pieces=[known_content]))
-    n_characters = sum(len(piece) for text in texts for piece in text.pieces)
-    n_known = sum(len(piece) for text in known_texts for piece in text.pieces)
-    share = 1 - n_known / n_characters  # of unknown characters
-
+    known_texts = [without_characters(text, unknown) for text in texts]
+    n_characters = sum(len(text.characters) for text in texts)
+    n_unknown = n_characters - sum(len(text.characters) for text in known_texts)
+    share = n_unknown / n_characters
     encoded = []
-    for text, known in zip(texts, encode(known_texts, tokenizer), strict=True):
-        widths = known.widths.tolist()
-        nats = [-math.log1p(-share)] * len(widths)
-        position = -1  # of the last id
-        for character in "".join(text.pieces):
-            if character in unknown:
-                n_bytes = len(character.encode())
-                widths[max(0, position)] += n_bytes
-                nats[max(0, position)] += n_bytes * math.log(256) - math.log(share)
-            else:
-                position += 1
-        document = replace(
-            known,
-            text=text,
-            widths=torch.tensor(widths),
-            content=text.content,
-            n_unknown=len("".join(text.pieces)) - len(widths),
-            unknown_nats=torch.tensor(nats, dtype=torch.float64),
-        )
-        encoded.append(document)
+    for text, document in zip(texts, encode(known_texts, tokenizer), strict=True):
+        encoded.append(with_unknown(document, text, unknown, share))
+
     names = list_characters(sorted(unknown))
-    counts = f"{n_characters - n_known:,} of {n_characters:,} characters"
+    counts = f"{n_unknown:,} of {n_characters:,} characters"
     logger.warning(f"the model has never seen {counts}, which count as their bytes: {names}")
     return encoded
+
+
+def without_characters(text: Text, unknown: Set[str]) -> Text:
+    """A text without its unknown characters. Raises InputError if a model has seen no other one, or
+    no CRLF."""
+    if "\r" in unknown and "\r" in text.characters:
+        raise unknown_characters(text.position, "\r")
+    known = "".join(character for character in text.characters if character not in unknown)
+    if not known:
+        raise unknown_characters(text.position, text.characters)
+    return replace(text, pieces=[known])
+
+
+def with_unknown(document: Encoded, text: Text, unknown: Set[str], share: float) -> Encoded:
+    """A document of known characters as that of its whole text, as encode_known counts it.
+
+    `share` is that of unknown characters in all texts.
+    """
+    widths = document.widths.tolist()
+    nats = [-math.log1p(-share)] * len(widths)
+    position = -1  # of the last id
+    for character in text.characters:
+        if character in unknown:
+            n_bytes = len(character.encode())
+            widths[max(0, position)] += n_bytes
+            nats[max(0, position)] += n_bytes * math.log(256) - math.log(share)
+        else:
+            position += 1
+    return replace(
+        document,
+        text=text,
+        widths=torch.tensor(widths),
+        unknown_nats=torch.tensor(nats, dtype=torch.float64),
+        n_unknown=len(text.characters) - len(widths),
+    )
 
 
 def check_characters(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
@@ -182,7 +194,7 @@ def check_characters(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
     unknown = set[str]()
     positions = []
     for text in texts:
-        unknown_in_text = unknown_in(tokenizer, "".join(text.pieces))
+        unknown_in_text = unknown_in(tokenizer, text.characters)
         if unknown_in_text:
             unknown |= unknown_in_text
             positions.append(text.position)

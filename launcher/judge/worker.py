@@ -55,11 +55,13 @@ LONGEST_LINE = 1 << 12  # bytes that are logged together
 
 # Limits of one pass: so many tokens stay in the cache (41k a second of `laptop`, twice as many
 # make 26k), and their logits take 64 MB.
-PASS_TOKENS, PASS_LOGITS = 1 << 12, 1 << 24
+PASS_TOKENS = 1 << 12
+PASS_LOGITS = 1 << 24
 ROW_STEP = 16  # rows that are scored have a multiple of it, or as many ids as the context
 PATIENCE = 600.0  # seconds by the clock that a model may take for an answer
 # Bytes of a problem, and of texts, that a model's process may send. A longer one is not read.
-LONGEST_PROBLEM, LONGEST_ANSWER = 1 << 16, 1 << 26
+LONGEST_PROBLEM = 1 << 16
+LONGEST_ANSWER = 1 << 26
 # A model may have more logits than tokens: so many, or twice the tokens. The answers of one with
 # millions could take more memory than the machine has.
 PADDED_SIZE = 1 << 16
@@ -120,16 +122,19 @@ class Worker:
         open_standard_streams()  # else the pipe may get the number of one
         self.pipe, pipe_of_process = Pipe()
         fd = pipe_of_process.fileno()
-        model = self.directory.absolute()
         scratch = Path(self.scratch.name)
-        folder = entry_point.absolute() if entry_point else ""
         n_threads = torch.get_num_threads()
-        command = python_command(__name__, fd, model, folder, settings.home, n_threads)
+
+        model = self.directory.absolute()
         readable = [model, *folders_behind(model, settings)]
-        if entry_point:
-            readable.append(entry_point.absolute())
         if not self.silent:  # a user's own model, which may consist of links; a run's has none
             readable += linked_files(model)
+        folder = ""
+        if entry_point is not None:
+            readable.append(entry_point.absolute())
+            folder = str(entry_point.absolute())
+        command = python_command(__name__, fd, model, folder, settings.home, n_threads)
+
         warn_of_unprotected()
         self.program = Program(
             confined(command, Sandbox(readable, scratch, cpu_seconds=self.limit)),

@@ -153,7 +153,7 @@ def test_an_honest_model_that_rounds_by_length_passes():
         [Text(str(n), [text]) for n, text in enumerate(texts)], tokenizer_of(VOCABULARY)
     )
     nats = losses(Rounding(honest), encoded)
-    assert check_causal(Rounding(honest), encoded, nats) == sum(map(len, texts))
+    assert check_causal(Rounding(honest), encoded, nats, CUTS) == sum(map(len, texts))
 
 
 @pytest.mark.parametrize("name", CHEATS)

@@ -114,7 +114,7 @@ def test_conversations_count_their_answers_only(models, write):
     assert answer_ids[-1] == tokenizer.special["<|im_end|>"]
 
     learned = b"".join(tokenizer.words[id] for id in document.ids.tolist())
-    assert document.content == learned == "user\nWhat?\nassistant\nSo 🙂\n".encode()
+    assert document.text.content == learned == "user\nWhat?\nassistant\nSo 🙂\n".encode()
     (passage,) = passages(document, torch.ones(len(document.ids)), 200)
     assert "What?" in passage.excerpt
     assert passage.excerpt.endswith("So 🙂")
@@ -126,7 +126,7 @@ def test_unknown_characters_count_as_an_escape_and_bytes(write):
     assert (first.n_unknown, second.n_unknown) == (4, 0)
     assert first.size == int(first.widths.sum()) == len("“ab\nab”ééb".encode())
 
-    nats = first.with_unknown(torch.zeros(6)).sum() + second.with_unknown(torch.zeros(3)).sum()
+    nats = first.unknown_nats.sum() + second.unknown_nats.sum()
     share = 4 / 13  # of all characters
     n_bytes = 3 + 3 + 2 + 2
     code = 4 * -math.log(share) + n_bytes * math.log(256) - 9 * math.log(1 - share)
