@@ -135,7 +135,7 @@ class Job(TrackedJob):
 
         A model that has learned from conversations answers the prompt; the text is its answer.
         """
-        text = self._answer(prompt, max_new_tokens, sampling)
+        text = self._answer(prompt, max_new_tokens=max_new_tokens, **sampling)
         return text if prompt is None or self._loaded[1].chats else prompt + text
 
     def chat(self, messages: Sequence[Mapping[str, str]], **sampling: Any) -> str:
@@ -146,13 +146,12 @@ class Job(TrackedJob):
         """
         from sm_nanogpt.launcher.models.chat import read_messages
 
-        return self._answer(read_messages(messages), sampling.pop("max_new_tokens", 500), sampling)
+        return self._answer(read_messages(messages), **sampling)
 
-    def _answer(self, prompt: Any, max_tokens: int, sampling: dict[str, Any]) -> str:
-        from sm_nanogpt.launcher.models.sample import prompt_and_limit, stream_samples
+    def _answer(self, prompt: Any, **sampling: Any) -> str:
+        from sm_nanogpt.launcher.models.sample import stream_answers
 
-        begin, max_tokens = prompt_and_limit(*self._loaded, prompt, max_tokens)
-        pieces = stream_samples(*self._loaded, begin, max_tokens, **sampling)
+        pieces = stream_answers(*self._loaded, prompt, **sampling)
         return "".join(piece for (piece,) in pieces)
 
     def eval(

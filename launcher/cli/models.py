@@ -88,20 +88,18 @@ def fetch_and_sample_command(
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
     """
     _, loaded, tokenizer = open_model(model, settings_of(), entry_point)
-    from sm_nanogpt.launcher.models.sample import prompt_and_limit, stream_samples
+    from sm_nanogpt.launcher.models.sample import stream_answers
 
     if tokenizer.chats and prompt is None:
         chat = command("chat", shlex.quote(model))
         note(f"the model has learned from conversations: `{chat}` talks to it")
-    max_new_tokens = sampling.pop("max_new_tokens")
-    begin, max_new_tokens = prompt_and_limit(loaded, tokenizer, prompt, max_new_tokens)
-    columns = stream_samples(
-        loaded, tokenizer, begin, max_new_tokens, num_samples=num_samples, **sampling
-    )
+    columns = stream_answers(loaded, tokenizer, prompt, num_samples=num_samples, **sampling)
+    start = ""  # what an answer continues
     if prompt is None:
         columns = without_first_breaks(columns)
+    elif not tokenizer.chats:
+        start = prompt
 
-    start = begin if isinstance(begin, str) else ""
     if as_json:
         print_json([start + "".join(text) for text in zip(*columns, strict=True)])
         return

@@ -345,21 +345,16 @@ def answers(
 
 
 def samples(
-    model: Any,
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, str]] | None,
-    max_new_tokens: int,
-    **sampling: Any,
+    model: Any, tokenizer: Any, messages: Sequence[Mapping[str, str]] | None, **sampling: Any
 ) -> list[str]:
     """What a model answers to messages. A base model continues their texts; None is no text."""
     from sm_nanogpt.launcher.models.chat import Message
-    from sm_nanogpt.launcher.models.sample import prompt_and_limit, stream_samples
+    from sm_nanogpt.launcher.models.sample import stream_answers
 
-    text: Any = None
+    prompt: Any = None
     if messages and tokenizer.chats:
-        text = [Message(**message) for message in messages]
+        prompt = [Message(**message) for message in messages]
     elif messages:
-        text = "".join(f"{message['content']}\n" for message in messages)
-    prompt, limit = prompt_and_limit(model, tokenizer, text, max_new_tokens)
-    columns = stream_samples(model, tokenizer, prompt, limit, **sampling)
+        prompt = "".join(f"{message['content']}\n" for message in messages)
+    columns = stream_answers(model, tokenizer, prompt, **sampling)
     return ["".join(pieces) for pieces in zip(*columns, strict=True)]

@@ -18,6 +18,7 @@ from torch import Tensor
 from sm_nanogpt.entry_point.kernels import repeat_kv
 from sm_nanogpt.entry_point.model import GPT, Attention, Block, Linear, norm, rotary
 from sm_nanogpt.entry_point.waiting import Waiting
+from sm_nanogpt.launcher.models.weights import with_weights
 
 # With so few sequences, sampling a token takes as long as reading the weights, which int8 makes
 # smaller (PackedLinear).
@@ -108,10 +109,8 @@ def sampling_copy(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
     on_cpu = model.embed.weight.device.type == "cpu"
     is_large = model.config.matrix_parameters >= MIN_PACKED_PARAMETERS
     compute_dtype = torch.float32 if on_cpu else dtype
-    with torch.device("meta"):
-        copy = GPT(model.config, model.embed.num_embeddings, compute_dtype)
     weights = {name: p.detach().to(compute_dtype) for name, p in model.named_parameters()}
-    copy.load_state_dict(weights, assign=True)
+    copy = with_weights(model, weights, compute_dtype)
 
     can_pack = on_cpu and is_large and torch.backends.mkldnn.is_available()
     if can_pack and dtype == torch.bfloat16:
@@ -121,7 +120,7 @@ def sampling_copy(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
             for name, child in module.named_children():
                 if isinstance(child, Linear):
                     setattr(module, name, PackedLinear(child.weight, dtype, batch_size))
-    return copy.eval()
+    return copy
 
 
 def forward(model: GPT, ids: Tensor, cache: KeyValueCache) -> Tensor:

@@ -25,7 +25,7 @@ from sm_nanogpt.launcher.files.progress import Progress, byte_progress
 from sm_nanogpt.launcher.files.scratch import scratch
 from sm_nanogpt.launcher.finding import find, similar_jobs
 from sm_nanogpt.launcher.job import FULL_ID, JOB_ID, WORD
-from sm_nanogpt.launcher.settings import Settings, load_settings
+from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,7 @@ def model_directory(model: str, settings: Settings, entry_point: Path | None = N
     raise InputError(f"{model}: {problem}")
 
 
-def fetch_model(
-    job_id: str, settings: Settings | None = None, entry_point: Path | None = None
-) -> Path:
+def fetch_model(job_id: str, settings: Settings, entry_point: Path | None = None) -> Path:
     """Downloads a job's model, unless it is here, and returns its directory.
 
     The model of a job that failed or was stopped is that of its newest checkpoint. entry_point
@@ -76,7 +74,6 @@ def fetch_model(
     returns the model that was fetched before. Raises ServiceError if there is no such job, it still
     runs or left nothing, or the archive is damaged.
     """
-    settings = settings or load_settings()
     copies: list[Path] = []
     if FULL_ID.fullmatch(job_id):
         sums = (settings.models_dir / job_id).glob("*/SHA256SUMS")

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from sm_nanogpt.entry_point.errors import TrainingError
 from sm_nanogpt.entry_point.files import read_json
 from sm_nanogpt.entry_point.huggingface import check_shapes, check_values
@@ -17,6 +15,7 @@ from sm_nanogpt.entry_point.moments import DIRECTORY, FILES, generation_start
 from sm_nanogpt.entry_point.safetensors_file import read_safetensors
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.models.load import is_edited
+from sm_nanogpt.launcher.models.weights import with_weights
 
 MAX_HEADER = 1 << 24  # bytes
 T = TypeVar("T")
@@ -73,11 +72,7 @@ def read_moment(path: Path, model: GPT) -> GPT:
     tensors, _ = read_safetensors(path, sealed=True, largest=MAX_HEADER)
     check_shapes(model.state_dict(), tensors, path.name)
     check_values(path, tensors)
-    with torch.device("meta"):
-        moment = GPT(model.config, model.embed.num_embeddings)
-    weights = {name: tensor.float() for name, tensor in tensors.items()}
-    moment.load_state_dict(weights, assign=True)
-    return moment.eval()
+    return with_weights(model, {name: tensor.float() for name, tensor in tensors.items()})
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:

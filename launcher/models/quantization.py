@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sm_nanogpt.entry_point.model import GPT
+from sm_nanogpt.launcher.models.weights import with_weights
 
 GROUP = 32  # weights of one scale
 BITS = (4, 5, 6, 7, 8)
@@ -84,10 +85,7 @@ def quantize_model(model: GPT, bits: int) -> dict[str, Quantized | Tensor]:
 
 def with_quantized_weights(model: GPT, parameters: Mapping[str, Quantized | Tensor]) -> GPT:
     """A copy of the model that computes with the quantized weights, in float32."""
-    with torch.device("meta"):
-        copy = GPT(model.config, model.embed.num_embeddings)
     weights = {}
     for name, parameter in parameters.items():
         weights[name] = parameter.dequantize() if isinstance(parameter, Quantized) else parameter
-    copy.load_state_dict(weights, assign=True)
-    return copy.eval()
+    return with_weights(model, weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -99,19 +100,24 @@ def unknown_in(tokenizer: Tokenizer, text: str) -> set[str]:
     return {*text} - {word.decode() for word in tokenizer.words}
 
 
-def prompt_and_limit(
-    model: GPT, tokenizer: Tokenizer, text: str | Sequence[Message] | None, max_new_tokens: int
-) -> tuple[str | list[int] | None, int]:
-    """Returns the prompt by which a model answers a text or messages, and its max_new_tokens.
+def stream_answers(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[Message] | None = None,
+    max_new_tokens: int = 500,
+    **sampling: Any,
+) -> Iterator[list[str]]:
+    """Samples answers to a text or to messages; yields their pieces as stream_samples does.
 
-    A model of conversations takes a text as a message; any other continues it. Raises InputError if
-    the messages do not fit, or the model has not learned from conversations.
+    A model of conversations takes a text as a message; any other continues it. Raises InputError as
+    stream_samples, or if the messages do not fit, or the model has not learned from conversations.
     """
-    if text is None or (isinstance(text, str) and not tokenizer.chats):
-        return text, max_new_tokens
-    messages = [Message("user", text)] if isinstance(text, str) else text
-    prompt = Chat(model, tokenizer).fit(messages, max_new_tokens)
-    return prompt.ids, prompt.max_new_tokens
+    if isinstance(prompt, str) and tokenizer.chats:
+        prompt = [Message("user", prompt)]
+    if prompt is None or isinstance(prompt, str):
+        return stream_samples(model, tokenizer, prompt, max_new_tokens, **sampling)
+    fitted = Chat(model, tokenizer).fit(prompt, max_new_tokens)
+    return stream_samples(model, tokenizer, fitted.ids, fitted.max_new_tokens, **sampling)
 
 
 def decode_steps(

@@ -17,8 +17,8 @@ from edits import EDITS
 from emulator import Emulator
 from launching import Ran, sets, until
 
+from sm_nanogpt import Job
 from sm_nanogpt.launcher.files import storage
-from sm_nanogpt.launcher.models import fetch
 
 INSTANCE = ("--instance", "ml.g5.12xlarge")
 TWO_HOSTS = ("--instance-count", "2")
@@ -129,7 +129,7 @@ def wait_until_held(s3: Any, cli: Callable[..., Ran], job_id: str) -> None:
 def result_of(cli: Callable[..., Ran], s3: Any, job_id: str, directory: Path) -> tuple[bytes, Any]:
     """The weights of a job that has ended well, and its curve without what is of the clock."""
     assert cli("wait", job_id).good
-    weights = (fetch.fetch_model(job_id) / "model.safetensors").read_bytes()
+    weights = (Job(job_id).model() / "model.safetensors").read_bytes()
     output = f"s3://{s3.bucket}/some/prefix/jobs/{job_id}/output/output.tar.gz"
     (archive,) = storage.fetch(output, directory)
     with tarfile.open(archive) as tar:

@@ -19,7 +19,6 @@ from launching import Finished
 from pages import blocks
 
 from sm_nanogpt import Job, load_model
-from sm_nanogpt.launcher.models.fetch import fetch_model
 
 PAGE = Path(__file__).parents[2] / "docs/export.md"
 
@@ -52,7 +51,7 @@ def of_tokens(finished_on_tokens, home):
 def test_transformers_continues_as_ours_does(of_tokens):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    directory = fetch_model(of_tokens)
+    directory = Job(of_tokens).model()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     ids = tokenizer("The ", return_tensors="pt").input_ids
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
@@ -85,7 +84,7 @@ def test_gguf_needs_subword_tokens(job):
     ],
 )
 def test_gguf_takes_no_tokenizer_that_differs(of_tokens, tmp_path, part, change):
-    document = json.loads((fetch_model(of_tokens) / "tokenizer.json").read_text())
+    document = json.loads((Job(of_tokens).model() / "tokenizer.json").read_text())
     document[part] = {**(document[part] or {}), **change}
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     with pytest.raises(SystemExit, match=r"llama\.cpp has no tokenizer"):
@@ -94,7 +93,7 @@ def test_gguf_takes_no_tokenizer_that_differs(of_tokens, tmp_path, part, change)
 
 def test_gguf_holds_the_model_and_its_tokens(of_tokens):
     to_gguf.main([of_tokens, "out.gguf"])
-    model, tokenizer = load_model(fetch_model(of_tokens))
+    model, tokenizer = load_model(Job(of_tokens).model())
     read = GGUFReader("out.gguf")
     fields = {name: field.contents() for name, field in read.fields.items()}
     tensors = {tensor.name: torch.tensor(tensor.data.copy()) for tensor in read.tensors}
@@ -109,7 +108,7 @@ def test_gguf_holds_the_model_and_its_tokens(of_tokens):
 
 
 def test_gguf_names_the_pattern_of_an_earlier_model(of_tokens, tmp_path):
-    directory = shutil.copytree(fetch_model(of_tokens), tmp_path / "model")
+    directory = shutil.copytree(Job(of_tokens).model(), tmp_path / "model")
     document = json.loads((directory / "tokenizer.json").read_text())
     document["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False}
     (directory / "tokenizer.json").write_text(json.dumps(document))

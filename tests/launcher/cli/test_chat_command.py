@@ -23,7 +23,7 @@ from sm_nanogpt.entry_point.conversations import CHAT_TEMPLATE
 from sm_nanogpt.launcher.cli.models import answer, converse
 from sm_nanogpt.launcher.models.chat import Chat, Message
 from sm_nanogpt.launcher.models.load import published_model
-from sm_nanogpt.launcher.models.sample import prompt_and_limit
+from sm_nanogpt.launcher.models.sample import stream_answers
 
 
 def test_a_sample_of_a_tuned_model_names_chat(cli, directory):
@@ -49,7 +49,7 @@ def test_a_conversation_is_kept(chat, directory):
         Message("user", "What is 3 + 3?"),
     ]
     loaded = load_model(directory)
-    pieces = stream_samples(*loaded, *prompt_and_limit(*loaded, messages, 6), temperature=0)
+    pieces = stream_answers(*loaded, messages, 6, temperature=0)
     assert second == "".join(piece for (piece,) in pieces)
 
 

@@ -114,19 +114,19 @@ def fetched(monkeypatch):
 
 
 def test_an_archive_is_fetched_once_until_it_changes(job, fetched):
-    first = fetch_model(job.job_id)
+    first = fetch_model(job.job_id, load_settings())
     assert first.parent == job.home / "models" / job.job_id
     assert {path.name for path in first.iterdir()} == {*MODEL_FILES, "SHA256SUMS", "moments"}
     assert sum(fetched) == archive_of(job).stat().st_size
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=first, check=True)
 
     (first / "mark").touch()
-    assert fetch_model(job.job_id) == first
+    assert fetch_model(job.job_id, load_settings()) == first
     assert (first / "mark").exists()
     assert sum(fetched) == archive_of(job).stat().st_size
 
     pack(archive_of(job), *members_of(archive_of(job)), regular("note"))
-    second = fetch_model(job.job_id)
+    second = fetch_model(job.job_id, load_settings())
     assert second != first
     assert (second / "note").exists()
 
@@ -151,21 +151,21 @@ def test_a_job_and_its_model_are_read_once(job, cli, monkeypatch):
 
 
 def test_of_two_copies_that_of_the_end_is_taken(job, monkeypatch, caplog):
-    final = fetch_model(job.job_id)
+    final = fetch_model(job.job_id, load_settings())
     shutil.copytree(final, final.with_name("step-00000005"))
     os.utime(final / "SHA256SUMS", (0, 0))
     monkeypatch.setattr(fetch, "find", Mock(side_effect=ServiceError("no network")))
-    assert fetch_model(job.job_id) == final
+    assert fetch_model(job.job_id, load_settings()) == final
     assert "no network" in caplog.text
     shutil.rmtree(final)
-    assert fetch_model(job.job_id).name == "step-00000005"
+    assert fetch_model(job.job_id, load_settings()).name == "step-00000005"
     with pytest.raises(ServiceError, match="no network"):
-        fetch_model("*")
+        fetch_model("*", load_settings())
 
 
 def test_two_simultaneous_fetches_of_one_job_both_work(job):
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(fetch_model, [job.job_id, job.job_id])
+        first, second = pool.map(fetch_model, [job.job_id] * 2, [load_settings()] * 2)
     assert first == second
     check_sums(first)
     assert list(first.parent.iterdir()) == [first]
@@ -379,7 +379,7 @@ def test_a_failed_job_is_sampled_from_its_last_checkpoint(job, cli, fetched):
     assert len(ran.out) == 21
     assert "is Failed; this is its last checkpoint, step-00000010" in ran.err
     fetched.clear()
-    directory = fetch_model(job.job_id)
+    directory = fetch_model(job.job_id, load_settings())
     assert directory.name == "step-00000010"
     assert fetched == []
     steps = [path.name for path in sorted((directory / "moments").iterdir())]
@@ -391,13 +391,13 @@ def test_only_the_newest_intact_checkpoint_is_downloaded(job, fetched):
     checkpoints = sorted(end_as(job, status="Stopped").glob("checkpoint-*"))
     assert len(checkpoints) > 1
     sizes = [path.stat().st_size for path in checkpoints]
-    fetch_model(job.job_id)
+    fetch_model(job.job_id, load_settings())
     assert sum(fetched) == sizes[-1]
 
     fetched.clear()
     shutil.rmtree(job.home / "models")
     checkpoints[-1].write_bytes(bytes(sizes[-1]))  # damaged
-    assert fetch_model(job.job_id).name == "step-00000005"
+    assert fetch_model(job.job_id, load_settings()).name == "step-00000005"
     assert sum(fetched) == sum(sizes[-2:])
 
 

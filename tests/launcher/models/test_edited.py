@@ -29,7 +29,6 @@ from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.entry_point.qwen3 import qwen3_logits
 from sm_nanogpt.launcher.job import Request
 from sm_nanogpt.launcher.launching import start
-from sm_nanogpt.launcher.models.fetch import fetch_model
 from sm_nanogpt.launcher.source import Source, keep_source
 from sm_nanogpt.launcher.text.channels import Channel
 from sm_nanogpt.launcher.text.store import Upload
@@ -159,7 +158,7 @@ def test_an_edited_model_needs_its_own_script(edited, cli, tmp_path):
 def test_a_stopped_job_is_exported_by_its_script(edited, cli):
     state = edited.directory / "state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "status": "Stopped"}))
-    directory = fetch_model(edited.job_id)
+    directory = Job(edited.job_id).model()
     assert directory.name == "step-00000010"
     settings = launching.settings_of(edited.home)
     source = settings.home / "sources" / module_of(edited.directory / "code").SCRIPT_SHA256

@@ -19,7 +19,6 @@ from served import LETTERS, WISH, Site
 
 from sm_nanogpt import Job, Settings, stream_samples
 from sm_nanogpt.launcher.cli.models import player_of
-from sm_nanogpt.launcher.models.fetch import fetch_model
 from sm_nanogpt.launcher.views.api import Token, until
 from sm_nanogpt.launcher.views.model_card import summary_in
 from sm_nanogpt.launcher.views.model_page import page_of
@@ -196,7 +195,7 @@ def test_an_open_generation_blocks_no_other_model(site):
 
 
 def test_a_job_is_played_until_ctrl_c(job):
-    directory = fetch_model(job.job_id)
+    directory = Job(job.job_id).model()
     with launching.started("play", "latest", directory, home=job.home) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -246,7 +245,7 @@ def test_a_job_is_played_by_its_name_and_settings(job):
     record = json.loads((job.directory / "job.json").read_text())
     record["job"]["name"] = "mine"
     (job.directory / "job.json").write_text(json.dumps(record))
-    directory = fetch_model(job.job_id)
+    directory = Job(job.job_id).model()
     for model in (job.job_id, str(directory)):
         player = player_of(model, Settings(home=job.home), None, True)
         assert player.name == "mine"
