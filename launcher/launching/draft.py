@@ -15,7 +15,14 @@ from sm_nanogpt.launcher.job import Expected, Request, TrainingJob
 from sm_nanogpt.launcher.launching import start
 from sm_nanogpt.launcher.launching.forecasts import Row, expected_of, forecast_rows
 from sm_nanogpt.launcher.launching.names import recorded_group
-from sm_nanogpt.launcher.launching.resume import EarlierJob, find_earlier_job, take_over
+from sm_nanogpt.launcher.launching.resume import (
+    EarlierJob,
+    as_computed_by,
+    check_reach,
+    find_earlier_job,
+    with_earlier_fields,
+    with_earlier_folder,
+)
 from sm_nanogpt.launcher.launching.summary import summary_of
 from sm_nanogpt.launcher.launching.texts import find_texts
 from sm_nanogpt.launcher.settings import Settings
@@ -41,8 +48,8 @@ class Draft:
 
     original: Request
     settings: Settings
-    texts: Texts
-    request: Request
+    texts: Texts = field(default_factory=dict)
+    request: Request = field(init=False)
     earlier: EarlierJob | None = None
     models: dict[str, start.InitialModel] = field(default_factory=dict)
     base: str | None = None
@@ -50,13 +57,20 @@ class Draft:
     backend: Backend = field(init=False)
     job: TrainingJob = field(init=False)
 
+    def __post_init__(self) -> None:
+        self.request = self.original
+
     def take_over_earlier_job(self) -> None:
         """Fill the request from the job that it resumes."""
         with about("resume", self.request.resume):
             earlier = find_earlier_job(self.request, self.settings)
-        if earlier is not None:
-            self.request, self.earlier = take_over(self.request, earlier, self.settings)
-            self.base = self.earlier.job.base
+        if earlier is None:
+            return
+        check_reach(self.request, earlier)
+        self.request = with_earlier_folder(self.request, earlier.job, self.settings)
+        self.earlier = as_computed_by(self.request, earlier)
+        self.request = with_earlier_fields(self.request, self.earlier.job)
+        self.base = earlier.job.base
 
     def choose_backend(self) -> None:
         """Find where the job runs, with its store and with what the settings say of its jobs."""
@@ -196,7 +210,7 @@ def fill(request: Request, settings: Settings, texts: Texts | None = None) -> Dr
 
     texts: the channels of a plan with the same texts, which are not read again.
     """
-    draft = Draft(request, settings, texts or {}, request)
+    draft = Draft(request, settings, texts or {})
     draft.take_over_earlier_job()
     check_name(draft.request, draft.settings)
     draft.choose_backend()

@@ -59,23 +59,8 @@ def find_earlier_job(request: Request, settings: Settings) -> EarlierJob | None:
     return EarlierJob(backend.job(description.job_id), description)
 
 
-def take_over(
-    request: Request, earlier: EarlierJob, settings: Settings
-) -> tuple[Request, EarlierJob]:
-    """Fill the fields that a request leaves out from the job that it resumes.
-
-    Hyperparameters, variables and tags are merged one by one. Logs the earlier hyperparameters
-    that the training folder does not have. Returns the request, and the earlier job as that folder
-    computes it. Raises InputError if the job cannot read the earlier job's checkpoints.
-    """
-    check_reach(request, earlier)
-    request = with_earlier_folder(request, earlier.job, settings)
-    earlier = as_computed_by(request, earlier)
-    return with_earlier_fields(request, earlier), earlier
-
-
 def check_reach(request: Request, earlier: EarlierJob) -> None:
-    """Raise InputError if the two jobs run on different backends."""
+    """Raise InputError if a job cannot read the earlier one's checkpoints, on another backend."""
     instance = request.instance or earlier.job.instance
     if backend_class(instance) is not backend_class(earlier.description.instance):
         job = f"job {request.resume}, which ran on {earlier.description.instance}"
@@ -92,7 +77,10 @@ def with_earlier_folder(request: Request, job: TrainingJob, settings: Settings) 
 
 
 def as_computed_by(request: Request, earlier: EarlierJob) -> EarlierJob:
-    """The earlier job with the hyperparameters that the request's training folder has."""
+    """The earlier job with the hyperparameters that the request's training folder has.
+
+    Logs those that it does not have.
+    """
     source = request.source
     names = {field.name for field in fields(source.module("config").Config)}
     recorded = earlier.description.hyperparameters
@@ -110,9 +98,11 @@ def as_computed_by(request: Request, earlier: EarlierJob) -> EarlierJob:
     return earlier._replace(job=earlier.job.model_copy(update=update))
 
 
-def with_earlier_fields(request: Request, earlier: EarlierJob) -> Request:
-    """The request with the fields of the earlier job that it leaves out."""
-    earlier_job = earlier.job
+def with_earlier_fields(request: Request, earlier_job: TrainingJob) -> Request:
+    """The request with the fields of the earlier job that it leaves out.
+
+    Hyperparameters, variables and tags are merged one by one.
+    """
     explicit = request.explicit_fields()
     explicit.setdefault("instance", earlier_job.instance)
     inherited = inherited_fields(earlier_job, explicit)
@@ -120,13 +110,9 @@ def with_earlier_fields(request: Request, earlier: EarlierJob) -> Request:
         if name in explicit and name in inherited:
             explicit[name] = {**inherited[name], **explicit[name]}
     changes = request.explicit_hyperparameters(asdict(earlier_job.config(1)))
-    combined = {
-        **inherited,
-        **explicit,
-        "preset": None,
-        "hyperparameters": {**earlier_job.hyperparameters, **changes},
-    }
-    completed = Request(**combined)
+    explicit["preset"] = None
+    explicit["hyperparameters"] = {**earlier_job.hyperparameters, **changes}
+    completed = Request(**{**inherited, **explicit})
     completed._inherited = frozenset(inherited) - frozenset(explicit)
     return completed
 

@@ -28,6 +28,7 @@ MAX_READINGS_IF_REGULARIZED = 20
 # Tokens of conversations for a new model, which has to learn the language from them, too. From as
 # much plain text, a model learns hardly more than spelling: tiny Shakespeare has 320,000 tokens.
 FEW_CHAT_TOKENS = 200_000
+PARTS = {"data": "training", "validation": "validation"}  # of a text, by the field of a job
 FEW_READINGS = 4  # of a text: after 1.8 a larger model gains more than a second generation
 
 
@@ -47,27 +48,31 @@ def find_texts(request: Request, settings: Settings, job_settings: Settings) -> 
 
 def check_texts(channels: Texts, config: Any) -> None:
     """Raise InputError if a run of this config would refuse the texts. Warn of equal ones."""
-    contents = {
-        channel.upload.sha256 if channel.upload else channel.uri for channel in channels.values()
-    }
-    if len(contents) < len(channels):
-        logger.warning("validation is the text to train on: val_loss will not show memorizing")
     for name, channel in channels.items():
         if channel.upload is not None:
-            field = name if len(channels) > 1 else ""
+            part = PARTS[name] if len(channels) > 1 else ""
             with about(name, channel.shown):
-                check_upload(channel.upload, channel.shown, config, field)
+                check_upload(channel.upload, channel.shown, config, part)
             warn_of_long_conversations(channel.upload, config.block_size)
-    if len(contents) == len(channels):
+
+    contents = set()
+    for channel in channels.values():
+        contents.add(channel.upload.sha256 if channel.upload else channel.uri)
+    if len(contents) < len(channels):
+        logger.warning("validation is the text to train on: val_loss will not show memorizing")
+    else:
         warn_of_repeats(channels["data"].shown, repeated_share_of(channels))
 
 
-def check_upload(upload: Upload, shown: str, config: Any, field: str) -> None:
-    """Raise InputError if a run of this config would refuse a text; field as for problem_of."""
+def check_upload(upload: Upload, shown: str, config: Any, part: str) -> None:
+    """Raise InputError if a run of this config would refuse a text.
+
+    `part` is a value of PARTS, or "" if the text holds both parts.
+    """
     if not upload.train_tokens and getattr(config, "mask_documents", False):
         problem = "mask_documents needs tokens, whose documents have an end"
         raise InputError(f"{shown}: {problem}", "needs-ends")
-    problem = problem_of(upload, config, field)
+    problem = problem_of(upload, config, part)
     if problem:
         raise InputError(f"{shown}: {problem}")
 
@@ -121,9 +126,9 @@ def files_of(channel: Channel) -> tuple[File, ...]:
     return tuple(File(name, directory / name) for name in upload.files)
 
 
-def problem_of(upload: Upload, config: Any, field: str) -> str:
-    """Why a run of this config refuses a text, or ''; field is that of one text of two."""
-    if upload.train_tokens and field:
+def problem_of(upload: Upload, config: Any, part: str) -> str:
+    """Why a run of this config refuses a text, or ''; part as for check_upload."""
+    if upload.train_tokens and part:
         return "it holds tokens, with their own validation part; leave validation out"
     if not upload.train_tokens and upload.size > LARGEST_TEXT:
         return TOO_MUCH_TEXT
@@ -132,7 +137,7 @@ def problem_of(upload: Upload, config: Any, field: str) -> str:
         return f"it has {upload.vocabulary_size} different {unit_of(upload)}, more than {limit}"
     if upload.chats and getattr(config, "short_windows", False):
         return "short_windows cuts conversations; leave it out"
-    return problem_of_answers(upload, config) or problem_of_length(upload, config, field)
+    return problem_of_answers(upload, config) or problem_of_length(upload, config, part)
 
 
 def unit_of(upload: Upload) -> str:
@@ -150,26 +155,25 @@ def problem_of_answers(upload: Upload, config: Any) -> str:
     return ""
 
 
-def problem_of_length(upload: Upload, config: Any, field: str) -> str:
-    """Why a text is too short for one window, or ''; field as for problem_of."""
+def problem_of_length(upload: Upload, config: Any, part: str) -> str:
+    """Why a text is too short for one window, or ''; part as for check_upload."""
     if upload.chats:
         return ""
-    block_size = config.block_size
-    unit = unit_of(upload)
-    for part, length in lengths_of(upload, config, field).items():
-        if length < block_size + 1:
-            need = f"one window of block_size={block_size} needs {block_size + 1}"
-            problem = f"the {part} text has {length} {unit}, and {need}"
+    min_length = config.block_size + 1
+    for name, length in lengths_of(upload, config, part).items():
+        if length < min_length:
+            need = f"one window of block_size={config.block_size} needs {min_length}"
+            problem = f"the {name} text has {length} {unit_of(upload)}, and {need}"
             return f"{problem}; use more text or a smaller block_size"
     return ""
 
 
-def lengths_of(upload: Upload, config: Any, field: str) -> dict[str, int]:
-    """The tokens or characters of each part of a text; field as for problem_of."""
+def lengths_of(upload: Upload, config: Any, part: str) -> dict[str, int]:
+    """The tokens or characters of each part of a text; part as for check_upload."""
     if upload.train_tokens:
         return {"training": upload.train_tokens, "validation": upload.val_tokens}
-    if field:
-        return {"training" if field == "data" else field: upload.characters}
+    if part:
+        return {part: upload.characters}
     n_training = int(upload.characters * (1 - config.validation_fraction))
     return {"training": n_training, "validation": upload.characters - n_training}
 

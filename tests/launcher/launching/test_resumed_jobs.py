@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 
-from sm_nanogpt import JobDescription, Request
+from sm_nanogpt import Request
 from sm_nanogpt.launcher.job import TrainingJob
-from sm_nanogpt.launcher.launching.resume import EarlierJob, with_earlier_fields
+from sm_nanogpt.launcher.launching.resume import with_earlier_fields
 
 
 def resumed(earlier: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """The fields of a request with these changes, for a job that had such fields."""
     job = TrainingJob(**{"instance": "ml.g5.12xlarge", "data": "s3://bucket/text", **earlier})
-    state = JobDescription("a-job", "Stopped", "Stopped", job.instance, 1, 0.0, job.data)
     request = Request(resume="a-job", **changes)
-    return with_earlier_fields(request, EarlierJob(job, state)).explicit_fields()
+    return with_earlier_fields(request, job).explicit_fields()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jobs import change, jobs_in, running
 from launching import Finished
 
 from sm_nanogpt import Request
-from sm_nanogpt.launcher.launching.resume import find_earlier_job, take_over
+from sm_nanogpt.launcher.launching.draft import Draft
 
 
 def taken_over(job: Finished, earlier: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -21,10 +21,9 @@ def taken_over(job: Finished, earlier: dict[str, Any], **options: Any) -> dict[s
     file = job.directory / "job.json"
     hyperparameters = json.loads(file.read_text())["hyperparameters"]
     change(file, hyperparameters={**hyperparameters, **earlier})
-    request, settings = Request(resume=job.job_id, **options), launching.settings_of(job.home)
-    inherited = find_earlier_job(request, settings)
-    assert inherited is not None
-    return take_over(request, inherited, settings)[0].hyperparameters
+    draft = Draft(Request(resume=job.job_id, **options), launching.settings_of(job.home))
+    draft.take_over_earlier_job()
+    return draft.request.hyperparameters
 
 
 def test_a_resumed_job_keeps_the_values_of_its_launch(job, caplog):
