@@ -103,7 +103,7 @@ def make_runs(path: Path, sizes: list[float]) -> None:
             "size": float(trial.name),
             "parameters": config.matrix_parameters,
             "tokens": config.max_steps * config.batch_size * config.block_size,
-            "unique": trial.unique,
+            "unique": trial.n_tokens,
             "loss": round(outcome.loss, 5),
         }
         with RUNS.open("a") as file:
@@ -447,9 +447,9 @@ def twice(path: Path, size: float, seeds: Sequence[int] = (1, 2, 3)) -> None:
     losses: dict[int, dict[str, float]] = {whole: {}, half: {}}  # by their seeds
     for trial, outcome in run_trials(trials, corpus, Source.packaged(), at_once=2):
         if trial.name.startswith("seed"):
-            losses[trial.unique][trial.name] = outcome.loss
+            losses[trial.n_tokens][trial.name] = outcome.loss
         else:
-            pilots.append(run_at(float(trial.name), trial.unique, outcome.loss))
+            pilots.append(run_at(float(trial.name), trial.n_tokens, outcome.loss))
     gains = [losses[whole][seed] - loss for seed, loss in losses[half].items()]
 
     law = shared().of_text(pilots)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -49,7 +48,8 @@ def problem_of(law: TextLaw, is_packaged: bool) -> str:
     """
     worth = float(law.mean[1])  # of compute
     worth_elsewhere = law.law.mean[1]
-    deviations = abs(worth - worth_elsewhere) / math.sqrt(law.law.covariance[1][1])
+    deviation = math.sqrt(law.law.covariance[1][1])
+    deviations = abs(worth - worth_elsewhere) / deviation
     if deviations > MAX_DEVIATIONS:
         return f"compute is worth {worth / worth_elsewhere:.2g} times what it is on other texts"
     if law.misfit > MAX_MISFIT:
@@ -73,10 +73,13 @@ def describe_losses(losses: Mapping[float, Expected]) -> str:
 
 def has_lowest(losses: Mapping[float, Expected]) -> bool:
     """True if the losses, by size, fall to the lowest one and rise from it, as of an overfit."""
+    if not losses:
+        return False
     by_size = [losses[size].loss for size in sorted(losses)]
-    lowest = min(by_size, default=0.0)
-    falling = [smaller > larger for smaller, larger in pairwise(by_size)]
-    return falling == sorted(falling, reverse=True) and by_size[-1:] > [lowest + AS_GOOD]
+    lowest = by_size.index(min(by_size))
+    falls = by_size[:lowest] == sorted(by_size[:lowest], reverse=True)
+    rises = by_size[lowest:] == sorted(by_size[lowest:])
+    return falls and rises and by_size[-1] > by_size[lowest] + AS_GOOD
 
 
 def up_to_lowest(losses: Mapping[float, Expected]) -> dict[float, Expected]:

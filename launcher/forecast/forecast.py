@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sm_nanogpt.entry_point.cores import cores
@@ -75,16 +76,17 @@ class Forecaster:
         """The forecast for this machine and for instance types; ceiling is in USD."""
         pilots = self.pilots()
         whole_pilots = on_most_tokens(pilots)
-        check_text(
-            whole_pilots, self.corpus.train[0 : min(self.sizes.n_tokens, WRITTEN)], self.unit
-        )
+        n_checked = min(self.sizes.n_tokens, WRITTEN)
+        check_text(whole_pilots, self.corpus.train[0:n_checked], self.unit)
 
         runs = []
         for planned, pilot in pilots.items():
-            runs.append(self.sizes.run(planned.size, planned.n_tokens, pilot.loss))
+            run = self.sizes.run(planned.size, planned.n_tokens)
+            runs.append(replace(run, loss=pilot.loss))
         law = shared().of_text(runs)
         problem = problem_of(law, self.source.is_packaged)
-        candidates = self.sizes_within(MAX_COMPUTE * sum(run.compute for run in runs))
+        limit = MAX_COMPUTE * sum(run.compute for run in runs)
+        candidates = [size for size in TABLE_SIZES if self.sizes.run(size).compute <= limit]
         losses = self.losses(whole_pilots, law, problem, candidates)
         shown = up_to_lowest(losses)
 
@@ -160,14 +162,16 @@ class Forecaster:
         problem: str,
         candidates: Sequence[float],
     ) -> dict[float, Expected]:
-        """The losses by size: those of the pilots on the whole text, then the law's of larger ones.
+        """The losses by size: those of the pilots on the whole text, as jobs of their sizes lose
+        them, then the law's of larger ones.
 
         Raises InputError if the law has a problem, and the pilots do not show which size is best.
         """
         losses = dict[float, Expected]()
         if self.sizes.n_tokens <= WRITTEN:  # else the pilots have read a part of the text
+            deviation = law.law.spread * law.law.noise
             for size in sorted(whole_pilots):
-                losses[size] = measured_loss(whole_pilots[size], law)
+                losses[size] = expected(whole_pilots[size].loss, deviation, measured=True)
         if problem:
             if not has_lowest(losses):
                 raise InputError(f"no forecast: {problem}{describe_losses(losses)}")
@@ -178,10 +182,6 @@ class Forecaster:
                 [(loss, deviation)] = law.losses([self.sizes.run(size)])
                 losses[size] = expected(loss, deviation)
         return losses
-
-    def sizes_within(self, compute: float) -> list[float]:
-        """The sizes whose runs take no more compute, in parameters times tokens."""
-        return [size for size in TABLE_SIZES if self.sizes.run(size).compute <= compute]
 
     def affordable(
         self, rows: Sequence[Row], instances: Sequence[InstanceType], ceiling: float | None
@@ -240,9 +240,11 @@ class Forecaster:
 def on_most_tokens(pilots: Mapping[PlannedPilot, Pilot]) -> dict[float, Pilot]:
     """The pilots by size that have read the whole text, or the most of a long one."""
     most_tokens = max(planned.n_tokens for planned in pilots)
-    return {
-        planned.size: pilot for planned, pilot in pilots.items() if planned.n_tokens == most_tokens
-    }
+    by_size = {}
+    for planned, pilot in pilots.items():
+        if planned.n_tokens == most_tokens:
+            by_size[planned.size] = pilot
+    return by_size
 
 
 def expected(loss: float, deviation: float, measured: bool = False) -> Expected:
@@ -250,11 +252,6 @@ def expected(loss: float, deviation: float, measured: bool = False) -> Expected:
     low = loss * math.exp(-Z * deviation)
     high = loss * math.exp(Z * deviation)
     return Expected(loss=loss, low=low, high=high, measured=measured)
-
-
-def measured_loss(pilot: Pilot, law: TextLaw) -> Expected:
-    """The loss of a pilot on the whole text, which is that of a job of its size."""
-    return expected(pilot.loss, law.law.spread * law.law.noise, measured=True)
 
 
 def notes(

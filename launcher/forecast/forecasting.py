@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # they import torch
 logger = logging.getLogger(__name__)
 
 FIELDS = {"instance", "data", "validation", "entry_point"}  # of a request
-NEWEST = 200  # jobs that are asked for their speed
+MAX_JOBS = 200  # the newest, which are asked for their speed
 MAX_REPEATED = 0.5  # share of a validation text
 
 
@@ -99,7 +99,7 @@ def known_instances(
 
     measured = dict[str, InstanceType]()
     listing = Listing(settings)
-    for job in islice(listing, NEWEST):
+    for job in islice(listing, MAX_JOBS):
         if not backend_class(job.instance).bills or job.instance_count > 1:
             continue
         if job.instance not in measured:

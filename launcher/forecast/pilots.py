@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -47,10 +48,10 @@ def pilots_of(tokens: int) -> list[PlannedPilot]:
     Fractions show what more text is worth, and sizes what a larger model is.
     """
     sizes = PILOT_SIZES
-    fractions = [(size, n) for size in (1.0, 1.5) for n in (2, 4, 8)]
+    fractions = product((1.0, 1.5), (2, 4, 8))  # sizes, and by what the tokens are divided
     if tokens < SHORT:
         sizes = PILOT_SIZES_OF_SHORT
-        fractions = [(size, n) for size in (0.5, 1.0) for n in (2, 4)]
+        fractions = product((0.5, 1.0), (2, 4))
     pilots = [PlannedPilot(size, min(tokens, WRITTEN)) for size in sizes]
     pilots += [PlannedPilot(size, min(tokens, LARGEST) // n) for size, n in fractions]
     return sorted(pilots, reverse=True)
@@ -58,11 +59,11 @@ def pilots_of(tokens: int) -> list[PlannedPilot]:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of train.py to be made here."""
+    """A run of train.py to be made here, on a sample of a text."""
 
     name: str
     hyperparameters: Mapping[str, Any]
-    unique: int  # tokens of its text, which is a sample of the whole
+    n_tokens: int  # of the sample
     threads: int = 1
 
 
@@ -120,7 +121,7 @@ def run_trials(
         runs = []
         for trial in trials:
             hyperparameters = {"device": "cpu", **trial.hyperparameters}
-            runs.append(Run(source, hyperparameters, texts[trial.unique], trial.threads))
+            runs.append(Run(source, hyperparameters, texts[trial.n_tokens], trial.threads))
         for index, ended in run_all(runs, at_once):
             trial = trials[index]
             if ended.problem:
@@ -130,7 +131,7 @@ def run_trials(
 
 def write_texts(directory: Path, trials: Sequence[Trial], corpus: Corpus) -> dict[int, Path]:
     """Write a sample of the text for each length that trials take; returns them by their length."""
-    texts = {trial.unique: directory / str(trial.unique) for trial in trials}
+    texts = {trial.n_tokens: directory / str(trial.n_tokens) for trial in trials}
     val = draw_ids(corpus.val, WRITTEN)
     for n_tokens, text in texts.items():
         write_ids(text, corpus.tokenizer, draw_ids(corpus.train, n_tokens), val)
@@ -148,10 +149,8 @@ def outcome(trial: Trial, ended: FinishedRun) -> Pilot:
     # The mean of medians of four: without the few steps that took unusually long.
     medians = [median(step_seconds[n : n + 4]) for n in range(0, len(rows), 4)]
     seconds_in_steps = 0.0
-    last_step = 0
-    for row, seconds in zip(rows, step_seconds, strict=True):
-        seconds_in_steps += seconds * (row["step"] - last_step)
-        last_step = row["step"]
+    for seconds, n_steps in zip(step_seconds, steps_of(rows), strict=True):
+        seconds_in_steps += seconds * n_steps
     return Pilot(
         loss=best["val_loss"],
         bits_per_byte=best["bits_per_byte"],
@@ -165,10 +164,15 @@ def outcome(trial: Trial, ended: FinishedRun) -> Pilot:
 
 def train_loss_of(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """The mean loss of all steps, by metric rows, each of which has that of its own steps."""
-    loss_sum = 0.0
-    last_step = 0
-    for row in rows:
-        if "train_loss" in row:
-            loss_sum += row["train_loss"] * (row["step"] - last_step)
-            last_step = row["step"]
-    return loss_sum / last_step if last_step else None
+    logged = [row for row in rows if "train_loss" in row]
+    steps = steps_of(logged)
+    if not sum(steps):
+        return None
+    loss_sum = sum(row["train_loss"] * n for row, n in zip(logged, steps, strict=True))
+    return float(loss_sum / sum(steps))
+
+
+def steps_of(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """How many steps each metric row is about: those after the row before."""
+    ends = [0, *(row["step"] for row in rows)]
+    return [end - begin for begin, end in pairwise(ends)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from sm_nanogpt.launcher.forecast.law import MeasuredRun
@@ -31,10 +30,10 @@ class Sizes:
         with self.source.running():
             return config_class(**values)
 
-    def run(self, size: float, n_tokens: int | None = None, loss: float = math.nan) -> MeasuredRun:
+    def run(self, size: float, n_tokens: int | None = None) -> MeasuredRun:
         config = self.config(size, n_tokens)
         trained_on = config.max_steps * config.batch_size * config.block_size
-        return MeasuredRun(config.matrix_parameters, trained_on, n_tokens or self.n_tokens, loss)
+        return MeasuredRun(config.matrix_parameters, trained_on, n_tokens or self.n_tokens)
 
     def step_work(self, config: Any) -> float:
         """The operations of a step."""

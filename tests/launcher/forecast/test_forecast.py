@@ -76,7 +76,9 @@ def obedient(
         config = Config(**hyperparameters)
         tokens_per_step = config.batch_size * config.block_size
         loss = true_loss(
-            MeasuredRun(config.matrix_parameters, config.max_steps * tokens_per_step, trial.unique)
+            MeasuredRun(
+                config.matrix_parameters, config.max_steps * tokens_per_step, trial.n_tokens
+            )
         )
         step_seconds = 1e-12 * config.matrix_parameters * tokens_per_step
         pilot = Pilot(
@@ -495,7 +497,9 @@ def test_nothing_is_forecast_where_nothing_is_known(forecaster, monkeypatch, run
 def test_a_folder_that_compute_does_not_help_is_not_forecast(forecaster):
     """As a model without attention, whose pilots were 2.491 to 2.486."""
     sizes = [size for size, unique in pilots_of(10**6) if unique == 10**6]
-    runs = [forecaster.sizes.run(size, 10**6, 1.5 - 0.004 * size) for size in sizes]
+    runs = []
+    for size in sizes:
+        runs.append(replace(forecaster.sizes.run(size, 10**6), loss=1.5 - 0.004 * size))
     assert "compute is worth" in problem_of(shared().of_text(runs), is_packaged=True)
 
 
