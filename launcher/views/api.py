@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files.documents import first_problem
 from sm_nanogpt.launcher.models.chat import Message
 from sm_nanogpt.launcher.models.sample import encode_prompt, stream_samples
@@ -52,6 +52,12 @@ class APIRequest(BaseModel):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts before which an answer ends."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop for stop in stops if stop]
 
 
 class ContentPart(BaseModel):
@@ -154,33 +160,38 @@ class ChatAnswer:
 
     def body(self, text: str) -> dict[str, Any]:
         """Returns the whole answer."""
-        choice: dict[str, Any] = {"text": text}
-        if self.is_chat:
-            choice = {"message": {"role": "assistant", "content": text}}
-        return {**self.with_choice(choice, self.finish_reason), "usage": self.usage}
+        message = {"role": "assistant", "content": text}
+        return {**self.document("message", message, self.finish_reason), "usage": self.usage}
 
     def chunk(self, text: str, is_first: bool) -> dict[str, Any]:
         """Returns a part of the answer."""
-        choice: dict[str, Any] = {"text": text}
-        if self.is_chat:
-            choice = {"delta": {"content": text}}
-            if is_first:
-                choice["delta"]["role"] = "assistant"
-        return self.with_choice(choice, None, ".chunk")
+        delta = {"content": text}
+        if is_first:
+            delta["role"] = "assistant"
+        return self.document("delta", delta, None)
 
     def last_chunk(self) -> dict[str, Any]:
         """Returns the part that ends the answer."""
-        choice: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
-        return self.with_choice(choice, self.finish_reason, ".chunk")
+        return self.document("delta", {}, self.finish_reason)
 
-    def with_choice(
-        self, choice: dict[str, Any], finish_reason: str | None, suffix: str = ""
+    def document(
+        self, field: str, message: dict[str, str], finish_reason: str | None
     ) -> dict[str, Any]:
-        """Returns a document with one choice; the suffix is of the kind of a chat's."""
+        """Returns a document with one choice, which holds a text, or in a chat a message.
+
+        The field of the message is `message`, or `delta` in a part of an answer.
+        """
+        prefix = "cmpl"
+        kind = "text_completion"
+        choice: dict[str, Any] = {"text": message.get("content", "")}
+        if self.is_chat:
+            prefix = "chatcmpl"
+            kind = "chat.completion" if field == "message" else "chat.completion.chunk"
+            choice = {field: message}
         return {
-            "id": f"chatcmpl-{self.id}" if self.is_chat else f"cmpl-{self.id}",
+            "id": f"{prefix}-{self.id}",
             "created": self.created,
-            "object": f"chat.completion{suffix}" if self.is_chat else "text_completion",
+            "object": kind,
             "model": self.model,
             "choices": [{"index": 0, "finish_reason": finish_reason, **choice}],
         }
@@ -211,18 +222,15 @@ def routes(players: Sequence[Player]) -> list[Route]:
     async def complete(
         http_request: HTTPRequest, kind: type[ChatRequest] | type[TextRequest]
     ) -> Response:
-        try:
-            request = kind.model_validate_json(await http_request.body())
-        except ValidationError as error:
-            return error_response(400, refusal(error))
-        for name, value in (request.model_extra or {}).items():
-            if name in UNSUPPORTED and value and value != UNSUPPORTED[name]:
-                return error_response(400, f"{name}: {LEAVE_OUT}")
-        if request.model is None and len(by_name) > 1:
-            return error_response(400, f"model: must be one of {', '.join(by_name)}")
-        player = players[0] if request.model is None else by_any_name.get(request.model)
+        request = read_request(await http_request.body(), kind)
+        name = request.model
+        if name is None:
+            name, *other_names = by_name
+            if other_names:
+                raise InputError(f"model: must be one of {', '.join(by_name)}")
+        player = by_any_name.get(name)
         if player is None:
-            message = f"no model {request.model!r}; there is {', '.join(by_name)}"
+            message = f"no model {name!r}; there is {', '.join(by_name)}"
             return error_response(404, message, "model_not_found")
 
         answer, tokens = start_answer(player, request)
@@ -243,6 +251,20 @@ def routes(players: Sequence[Player]) -> list[Route]:
         Route("/v1/chat/completions", partial(complete, kind=ChatRequest), methods=["POST"]),
         Route("/v1/completions", partial(complete, kind=TextRequest), methods=["POST"]),
     ]
+
+
+def read_request(
+    content: bytes, kind: type[ChatRequest] | type[TextRequest]
+) -> ChatRequest | TextRequest:
+    """Reads a request of a kind. Raises InputError if it is wrong, or asks for what is missing."""
+    try:
+        request = kind.model_validate_json(content)
+    except ValidationError as error:
+        raise InputError(refusal(error)) from None
+    for name, value in (request.model_extra or {}).items():
+        if name in UNSUPPORTED and value and value != UNSUPPORTED[name]:
+            raise InputError(f"{name}: {LEAVE_OUT}")
+    return request
 
 
 def start_answer(
@@ -274,9 +296,8 @@ def start_answer(
         seed=secrets.randbits(31) if request.seed is None else request.seed,
     )
     tokens = (Token(text, number < limit) for number, (text,) in enumerate(columns))
-    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     answer = ChatAnswer(isinstance(request, ChatRequest), player.name, len(ids))
-    return answer, until(tokens, [stop for stop in stops if stop])
+    return answer, until(tokens, request.stops)
 
 
 def until(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]:

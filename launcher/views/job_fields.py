@@ -26,14 +26,15 @@ Text = Callable[[JobDescription], str | None]  # None: not known, or it does not
 class JobField:
     """A fact about a job.
 
-    key is its name in JSON, and label its name in `status` and on the card. A column of jobs has
-    `heading`, or else the label in capital letters, over `cell`, or else `text`. value is what JSON
-    has of it, where that is no field of JobDescription.
+    key is its name in JSON, and label its name in `status` and on the card. `text` is its value as
+    text; by default that of the key in JobDescription. A column of jobs has `heading`, or else the
+    label in capital letters, over `cell`, or else the text. value is what JSON has of it, where
+    that is no field of JobDescription.
     """
 
     key: str
     label: str
-    text: Text
+    text: Text | None = None
     cell: Text | None = None
     value: Callable[[JobDescription], object] | None = None
     heading: str = ""
@@ -42,6 +43,12 @@ class JobField:
     def column(self) -> str:
         """The heading of its column."""
         return self.heading or self.label.upper()
+
+    def text_of(self, job: JobDescription) -> str | None:
+        if self.text is not None:
+            return self.text(job)
+        text: str | None = getattr(job, self.key)
+        return text
 
 
 # -- texts -----------------------------------------------------------------------------------------
@@ -137,15 +144,15 @@ def service_message(job: JobDescription) -> str | None:
 # -- the table -------------------------------------------------------------------------------------
 
 FIELDS = (
-    JobField("job_id", "job", lambda job: job.job_id, heading="JOB-ID"),
-    JobField("name", "name", lambda job: job.name),
-    JobField("owner", "owner", lambda job: job.owner),
-    JobField("summary", "settings", lambda job: job.summary),
-    JobField("search", "search", lambda job: job.search),
+    JobField("job_id", "job", heading="JOB-ID"),
+    JobField("name", "name"),
+    JobField("owner", "owner"),
+    JobField("summary", "settings"),
+    JobField("search", "search"),
     JobField("status", "state", lambda job: job.state, cell=lambda job: job.status),
-    JobField("failure_reason", "reason", lambda job: job.failure_reason),
+    JobField("failure_reason", "reason"),
     JobField("instance", "instance", instance_text),
-    JobField("data", "data", lambda job: job.data, cell=data_name),
+    JobField("data", "data", cell=data_name),
     JobField("step", "step", step_text),
     JobField(
         "best_loss",
@@ -162,8 +169,8 @@ FIELDS = (
     ),
     JobField("tokens_per_second", "tokens/s", speed_text),
     JobField("seconds_left", "time left", time_left_text, value=time_left),
-    JobField("model_uri", "model", lambda job: job.model_uri),
-    JobField("checkpoint_uri", "checkpoints", lambda job: job.checkpoint_uri),
+    JobField("model_uri", "model"),
+    JobField("checkpoint_uri", "checkpoints"),
     JobField("billable_seconds", "billable", billable_text),
     JobField("cost", "cost", cost_text, cell=short_cost),
     JobField("message", "message", service_message),
@@ -190,7 +197,7 @@ BY_KEY = {field.key: field for field in FIELDS}
 
 def texts_of(job: JobDescription) -> dict[str, str | None]:
     """The texts of a job, by label; None for what is not known."""
-    return {field.label: field.text(job) for field in FIELDS}
+    return {field.label: field.text_of(job) for field in FIELDS}
 
 
 def columns_of(
@@ -200,7 +207,7 @@ def columns_of(
     columns = {}
     for key in keys:
         field = BY_KEY[key]
-        cell = field.cell or field.text
+        cell = field.cell or field.text_of
         columns[field.column] = [cell(job) for job in jobs]
     return columns
 

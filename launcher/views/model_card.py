@@ -30,17 +30,17 @@ def job_behind(model: str, directory: Path, settings: Settings) -> JobDescriptio
 
 def card_for(directory: Path, job: JobDescription | None) -> dict[str, str]:
     """What a page says of a model, by label: of its job, or else what its directory says of it."""
-    if job is not None:
-        return card_of(job)
-    summary = summary_in(directory)
-    return {"settings": summary} if summary else {}
-
-
-def card_of(job: JobDescription) -> dict[str, str]:
-    """What a page says of the job that made its model, by label."""
-    texts = texts_of(job) | {"data": data_name(job)}
-    labels = ("data", "settings", "step", "best loss", "bits/byte", "job")
-    return {label: text for label in labels if (text := texts[label])}
+    texts: dict[str, str | None]
+    if job is None:
+        texts = {"settings": summary_in(directory)}
+    else:
+        texts = texts_of(job) | {"data": data_name(job)}
+    card = {}
+    for label in ("data", "settings", "step", "best loss", "bits/byte", "job"):
+        text = texts.get(label)
+        if text:
+            card[label] = text
+    return card
 
 
 def summary_in(directory: Path) -> str:
