@@ -18,7 +18,7 @@ from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
 from sm_nanogpt.launcher.job import FULL_ID
 from sm_nanogpt.launcher.judge.causality import CUTS, check_causal
 from sm_nanogpt.launcher.judge.evaluation import (
-    ANCHORS,
+    UNMEASURED,
     Evaluation,
     Passage,
     margin,
@@ -36,7 +36,6 @@ from sm_nanogpt.launcher.judge.score import MANY, PASSAGE, WORST, losses, passag
 from sm_nanogpt.launcher.judge.texts import (
     Encoded,
     Text,
-    TrainingText,
     corpus_of_job,
     encode_known,
     training_of,
@@ -96,7 +95,8 @@ def evaluate(
         encoded = encode_known(texts, worker.tokenizer)
         exposures = measure_exposure(worker, canaries)
         answers = count_right_answers(worker, conversations)
-        training = training_text(model, directory, settings)
+        corpus = training_corpus(model, directory, settings, UNMEASURED)
+        training = None if corpus is None else training_of(corpus)
         n_tokens = sum(len(document.ids) for document in encoded)
         expect(progress, n_tokens + effort.n_processes * min(n_tokens, n_cuts))
         nats = losses(worker, encoded, progress)
@@ -146,14 +146,6 @@ def evaluate(
     except LauncherError as error:
         logger.warning(f"this evaluation will not be in reports: {error}")
     return evaluation
-
-
-def training_text(model: str, directory: Path, settings: Settings) -> TrainingText | None:
-    """The text that a model has learned from; None, and a warning, if it cannot be had."""
-    *names, last = [anchor.of_training for anchor in ANCHORS.values() if anchor.of_training]
-    unmeasured = f"no {', '.join(names)}, or {last}"
-    corpus = training_corpus(model, directory, settings, unmeasured)
-    return None if corpus is None else training_of(corpus)
 
 
 def training_corpus(

@@ -83,7 +83,6 @@ class Anchor:
     heading: str
     spec: str = ".3f"  # the format of a value
     suffix: str = ""  # after a value; it may name {samples}
-    of_training: str = ""  # what a warning calls it, if it needs the training text
 
 
 # By the field of Evaluation that holds it, in the order in which they are shown. The function of
@@ -91,16 +90,13 @@ class Anchor:
 # what was kept can be read.
 ANCHORS = {
     "xz": Anchor("xz"),
-    "ngram": Anchor("5-gram of the training text", of_training="5-gram"),
-    "validation": Anchor("own validation text", of_training="own validation text"),
-    "overlap": Anchor("overlap with the training text", spec=".1%", of_training="overlap"),
-    "copied": Anchor(
-        "longest run copied from it",
-        spec="d",
-        suffix=" bytes in {samples}",
-        of_training="copied run",
-    ),
+    "ngram": Anchor("5-gram of the training text"),
+    "validation": Anchor("own validation text"),
+    "overlap": Anchor("overlap with the training text", spec=".1%"),
+    "copied": Anchor("longest run copied from it", spec="d", suffix=" bytes in {samples}"),
 }
+# What a warning says of those that need the training text, where that is not here.
+UNMEASURED = "no 5-gram, own validation text, overlap, or copied run"
 
 
 @dataclass(frozen=True)
@@ -157,7 +153,7 @@ class Evaluation:
         for name, anchor in ANCHORS.items():
             suffix = anchor.suffix.format(samples=self.samples)
             facts[anchor.heading] = formatted(getattr(self, name), anchor.spec, suffix)
-        facts["causal"] = formatted(self.cuts, ",d", " cuts", prefix="yes, by ")
+        facts["causal"] = "-" if self.cuts is None else f"yes, by {self.cuts:,} cuts"
         if self.n_unknown:
             facts["unknown characters"] = f"{self.n_unknown:,}, of the bits {self.unknown_bits:.3f}"
         if first is not None and first is not self:
@@ -169,11 +165,11 @@ class Evaluation:
         return facts
 
 
-def formatted(value: float | None, spec: str, suffix: str = "", prefix: str = "") -> str:
+def formatted(value: float | None, spec: str, suffix: str = "") -> str:
     """A number in the format of a spec, such as .2f; `-` if there is none."""
     if value is None:
         return "-"
-    return f"{prefix}{value:{spec}}{suffix}"
+    return f"{value:{spec}}{suffix}"
 
 
 def with_interval(bits: float, half: float | None) -> str:

@@ -91,7 +91,7 @@ class Question:
     messages: list[dict[str, str]]
     answer: str
     kind: str
-    position: str = "a question"  # where it stands, such as questions.jsonl:3
+    position: str  # where it stands, such as questions.jsonl:3
 
 
 def read_questions(path: Path) -> list[Question]:

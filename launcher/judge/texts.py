@@ -221,10 +221,11 @@ def corpus_of_job(job_id: str, directory: Path, settings: Settings) -> Corpus:
     """The ids of the text of a job, whose model is in a directory, from its store."""
     backend, _ = find(job_id, settings)
     job = backend.job(job_id)
-    config = known_config(json.loads((directory / "training.json").read_bytes())["config"])
-    texts = {"data": job.data, "validation": job.validation}
-    channels = {name: Channel(uri, uri) for name, uri in texts.items() if uri}
-    return corpus_of(channels, settings, config)
+    training = json.loads((directory / "training.json").read_bytes())
+    texts = {"data": Channel(job.data, job.data)}
+    if job.validation is not None:
+        texts["validation"] = Channel(job.validation, job.validation)
+    return corpus_of(texts, settings, known_config(training["config"]))
 
 
 def training_of(corpus: Corpus) -> TrainingText:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -260,8 +259,11 @@ class Worker:
         lengths = [self.row_length(len(window)) for window in windows]
         for indices in self.batches(lengths, are_equal=True):
             length = lengths[indices[0]]
-            rows = [F.pad(windows[index], (0, length - len(windows[index]))) for index in indices]
-            yield indices, self.logits(torch.stack(rows))
+            rows = torch.zeros(len(indices), length, dtype=torch.int64)
+            for row, index in zip(rows, indices, strict=True):
+                window = windows[index]
+                row[: len(window)] = window
+            yield indices, self.logits(rows)
 
     def sample(self, prompts: Sequence[Any], **sampling: Any) -> list[str]:
         """Texts that continue prompts: messages of a conversation each, or None, for any text."""

@@ -46,15 +46,15 @@ def shown_values(job: TrainingJob) -> dict[str, Any]:
 
 def changes_of(job: TrainingJob) -> list[str]:
     """The preset and what differs from it, in as few words as possible."""
-    presets = list(job.source.module("presets").PRESETS)
     if job.preset or job.init_from is not None:
-        presets = [job.preset or ""]
-    values = shown_values(job)
-    return min((differences_from(preset, job, values) for preset in presets), key=len)
+        return differences_from(job.preset or "", job)
+    presets = job.source.module("presets").PRESETS
+    return min([differences_from(preset, job) for preset in presets], key=len)
 
 
-def differences_from(preset: str, job: TrainingJob, values: Mapping[str, Any]) -> list[str]:
+def differences_from(preset: str, job: TrainingJob) -> list[str]:
     """The name of a preset, and those of a job's values that differ from it."""
+    values = shown_values(job)
     presets = job.source.module("presets").PRESETS
     defaults = asdict(job.source.module("config").Config())
     defaults |= presets.get(preset, {})

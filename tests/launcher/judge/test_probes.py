@@ -142,7 +142,7 @@ def test_exact_answers_are_counted_by_kind(chats):
     answers = {"a": "1\nuser", "b": " 2 ", "c": "2", "d": "1"}
     right = {"a": ("1", "sum"), "b": ("2", "other"), "c": ("1", "sum"), "d": ("1", "sum")}
     questions = [
-        Question([{"role": "user", "content": question}], answer, kind)
+        Question([{"role": "user", "content": question}], answer, kind, "asked.jsonl:1")
         for question, (answer, kind) in right.items()
     ]
 
