@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,13 +104,9 @@ def is_packaged(directory: Path) -> bool:
     if not is_ours(directory):
         return True
     try:
-        config = read_json(directory / "config.json")
-        training = parse(read_json(directory / "training.json"), Training, "training.json")
-        tokenizer = read_tokenizer(directory)
-    except (Damaged, DataError, OSError, ValueError):
+        return read_artefact(directory).is_packaged
+    except ARTEFACT_ERRORS:
         return False
-    is_same = training.model_sha256 == huggingface.MODEL_SHA256
-    return is_same and is_shaped_as(config, training.config, tokenizer)
 
 
 def is_ours(directory: Path) -> bool:
@@ -117,16 +114,41 @@ def is_ours(directory: Path) -> bool:
     return any((directory / name).exists() for name in ("SHA256SUMS", "training.json"))
 
 
-def is_shaped_as(
-    document: Mapping[str, Any], hyperparameters: Mapping[str, Any], tokenizer: Tokenizer
-) -> bool:
-    """Returns True if the packaged folder writes this config.json for a run's hyperparameters."""
-    try:
-        config = known_config(hyperparameters)
-    except (ValueError, ConfigError):
-        return False
-    expected = qwen3_config(config, len(tokenizer), tokenizer.end)
-    return all(document.get(key) == value for key, value in expected.items())
+@dataclass(frozen=True)
+class Artefact:
+    """The documents of a model directory that a run wrote."""
+
+    config: Mapping[str, Any]  # config.json
+    training: Training
+    tokenizer: Tokenizer
+
+    @property
+    def is_qwen3(self) -> bool:
+        """True if the packaged folder writes this config.json for the run's hyperparameters."""
+        try:
+            config = known_config(self.training.config)
+        except (ValueError, ConfigError):
+            return False
+        expected = qwen3_config(config, len(self.tokenizer), self.tokenizer.end)
+        return all(self.config.get(key) == value for key, value in expected.items())
+
+    @property
+    def is_packaged(self) -> bool:
+        """True if the packaged folder computes the model as the one that trained it."""
+        return self.training.model_sha256 == huggingface.MODEL_SHA256 and self.is_qwen3
+
+
+# What reading a damaged one raises.
+ARTEFACT_ERRORS = (Damaged, DataError, OSError, ValueError)
+
+
+def read_artefact(directory: Path) -> Artefact:
+    """Reads the documents of a model directory. Raises one of ARTEFACT_ERRORS."""
+    training = parse(read_json(directory / "training.json"), Training, "training.json")
+    tokenizer = read_tokenizer(directory)
+    chats = "chat_template" in read_json(directory / "tokenizer_config.json")
+    tokenizer = Tokenizer(tokenizer.document, tokenizer.end_of_text, chats)
+    return Artefact(read_json(directory / "config.json"), training, tokenizer)
 
 
 def known_config(hyperparameters: Mapping[str, Any]) -> Config:
@@ -144,22 +166,18 @@ def own_model(
     """
     try:
         check_sums(directory)
-        config = read_json(directory / "config.json")
-        chats = "chat_template" in read_json(directory / "tokenizer_config.json")
-        tokenizer = read_tokenizer(directory)
-        tokenizer = Tokenizer(tokenizer.document, tokenizer.end_of_text, chats)
-        training = parse(read_json(directory / "training.json"), Training, "training.json")
-    except (Damaged, DataError, OSError, ValueError) as error:
+        artefact = read_artefact(directory)
+    except ARTEFACT_ERRORS as error:
         raise FormatError(f"not a model directory of this script: {error}") from None
 
-    is_qwen3 = is_shaped_as(config, training.config, tokenizer)
+    training = artefact.training
+    tokenizer = artefact.tokenizer
     source = Source.packaged()
-    is_same = is_qwen3 and training.model_sha256 == huggingface.MODEL_SHA256
-    if not is_same or entry_point is not None:
+    if not artefact.is_packaged or entry_point is not None:
         try:
             source = find_source(training.script_sha256, settings or load_settings(), entry_point)
         except InputError:
-            if entry_point is not None or not is_qwen3:
+            if entry_point is not None or not artefact.is_qwen3:
                 raise
             missing = f"the folder that trained it (SHA-256 {training.script_sha256[:12]}...)"
             substitute = "the packaged one, which gave the same logits when the model was written"
