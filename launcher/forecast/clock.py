@@ -27,8 +27,8 @@ TIMED_SECONDS = 4.0
 class LocalTimes:
     """How long a job takes on this machine."""
 
-    seconds: dict[float, float | None]  # by size; None where nothing tells
-    busy: bool  # True if other programs use the machine: they are by the pilots' processor time
+    seconds: dict[float, float | None]  # by size; None if it is not known
+    busy: bool  # True if other programs use the machine: then pilots' processor time gives them
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class LocalClock:
     report: Callable[[str], None]
 
     def times(self, sizes: Sequence[float], pilots: Mapping[PlannedPilot, Pilot]) -> LocalTimes:
-        """How long a job of each size takes here.
+        """The time of a job of each size here, by a few of its steps.
 
-        A few of its steps are timed. If other programs use the machine, the times are computed from
-        the processor time of the pilots, which is nearly the same then.
+        If other programs use the machine, the times are computed from the processor time of the
+        pilots, which hardly depends on them.
         """
         seconds = self.timed_seconds(sizes)
         if seconds is not None:
@@ -115,7 +115,7 @@ class LocalClock:
         return float(config.max_steps + n_evaluations * evaluation)
 
     def placement(self, size: float) -> LocalPlacement:
-        """On what a job of a size runs here."""
+        """The processes and the GPUs of a job of a size on this machine."""
         job = TrainingJob(data="file:///", hyperparameters=self.sizes.values(size))
         job._source = self.sizes.source
         return plan_processes(job)

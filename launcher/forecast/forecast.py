@@ -219,7 +219,7 @@ class Forecaster:
         )
 
     def change_to(self, other: MeasuredRun, size: float, loss: float, law: TextLaw) -> Change:
-        """What the loss of a size on this text changes by with another run."""
+        """By how much the loss of another run differs from that of a size on this text."""
         change, deviation = law.change(self.sizes.run(size), other)
         return Change(
             nats=loss * math.expm1(change),
@@ -262,7 +262,7 @@ def notes(
     instances: Sequence[InstanceType],
     busy: bool,
 ) -> list[str]:
-    """What a reader of the table should know besides.
+    """Notes on the table.
 
     overfits and busy: as in Forecast. n_sizes: how many of TABLE_SIZES are near the pilots.
     """

@@ -38,7 +38,8 @@ def forecast(
     report: Callable[[str], None] = logger.info,
     max_cost: float | None = None,
 ) -> Forecast:
-    """Find out what each size would be on the text of a request, here and on its instance types.
+    """Forecast loss, time and cost of each size on the text of a request, here and on its instance
+    types.
 
     report gets a line for each pilot that ends. max_cost is the most that a job on SageMaker may
     cost, in USD. What was run is kept, also after an interruption. Raises InputError if nothing can
@@ -90,10 +91,10 @@ def check_repeats(texts: Texts) -> None:
 def known_instances(
     request: Request, vocabulary_size: int, settings: Settings
 ) -> list[InstanceType]:
-    """The instance types that are asked for, and those on which a job of the user's ended.
+    """The instance types of the request, and those on which a job of the user's ended.
 
-    The jobs tell the speed of each, and AWS its price. vocabulary_size counts for a job whose text
-    is gone.
+    The speed of a type is that of such a job, and its price is AWS's. vocabulary_size is assumed
+    for a job whose text is gone.
     """
     from sm_nanogpt.launcher.forecast.times import InstanceType, speed_of
 

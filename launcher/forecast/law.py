@@ -27,7 +27,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A complete run, and what it gives."""
+    """A complete run, and its loss."""
 
     parameters: int  # of its matrices
     tokens: int  # that it trains on
@@ -42,7 +42,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class Law:
-    """What is the same for all texts."""
+    """The exponents, and how the numbers of texts vary: the same for each text."""
 
     exponents: tuple[float, ...]  # a, b, c
     mean: list[float]  # of the numbers c0, c1, c2 of a text: the prior
@@ -51,7 +51,7 @@ class Law:
     spread: float = 1.0  # widens the intervals of forecasts, so that they hold what they say
 
     def features(self, runs: Sequence[MeasuredRun]) -> Tensor:
-        """What the numbers c0, c1, c2 are multiplied by for each run, float64 [runs, 3]."""
+        """The factors of the numbers c0, c1, c2 for each run, float64 [runs, 3]."""
         a, b, c = self.exponents
         rows = []
         for run in runs:
@@ -62,7 +62,7 @@ class Law:
         return torch.tensor(rows, dtype=torch.float64)
 
     def of_text(self, pilots: Sequence[MeasuredRun]) -> TextLaw:
-        """The law of a text, by what its pilots lost."""
+        """The law of a text, from the losses of its pilots."""
         x = self.features(pilots)
         y = torch.tensor([math.log(run.loss) for run in pilots], dtype=torch.float64)
         mean = torch.tensor(self.mean, dtype=torch.float64)
@@ -78,7 +78,7 @@ class Law:
 
 @dataclass(frozen=True)
 class TextLaw:
-    """The numbers of one text, as its pilots tell them."""
+    """The numbers c0, c1, c2 of one text, from its pilots: a normal distribution."""
 
     law: Law
     mean: Tensor  # float64 [3]
@@ -95,8 +95,8 @@ class TextLaw:
         return list(zip(medians.tolist(), deviations.tolist(), strict=True))
 
     def change(self, run: MeasuredRun, other: MeasuredRun) -> tuple[float, float]:
-        """How much larger the log loss of another run is than that of a run, and the standard
-        deviation of that, with the noise of both."""
+        """The log loss of another run minus that of a run, and the standard deviation of this
+        difference, with the noise of both."""
         features, features_of_other = self.law.features([run, other])
         difference = features_of_other - features
         variance = float(difference @ self.covariance @ difference) + 2 * self.law.noise**2

@@ -38,7 +38,7 @@ class PlannedPilot(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the ledger knows it by."""
+        """Its name in the ledger."""
         return f"size {self.size:g} on {self.n_tokens:,}"
 
 
@@ -139,7 +139,7 @@ def write_texts(directory: Path, trials: Sequence[Trial], corpus: Corpus) -> dic
 
 
 def outcome(trial: Trial, ended: FinishedRun) -> Pilot:
-    """What a run gave, by its metrics and its clock."""
+    """The pilot of a trial that has ended: losses from its metrics, and times."""
     rows = [json.loads(line) for line in (ended.directory / "output" / "metrics.jsonl").open()]
     evaluations = [row for row in rows if "val_loss" in row]
     best = min(evaluations, key=lambda row: row["val_loss"])

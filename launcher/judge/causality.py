@@ -173,11 +173,10 @@ def rounds_by_length(worker: Worker, longest: int) -> bool:
 def find_difference(
     worker: Worker, scored: Sequence[ScoredWindow], cuts: Sequence[Cut], length: int
 ) -> float | None:
-    """By how many nats the losses of one of these cuts differ; None if all agree to rounding.
-
-    The rows that the worker gets have so many ids.
+    """The largest difference, in nats, of the losses of the first cut that differs by more than
+    rounding; None if all agree. The worker gets rows of `length` ids.
     """
-    logits = worker.logits(filled(cuts, scored, len(worker.tokenizer), length))
+    logits = worker.logits(rows_of_cuts(cuts, scored, len(worker.tokenizer), length))
     targets = [scored[cut.window].targets[: cut.length] for cut in cuts]
     for cut, losses in zip(cuts, nats_of(logits, targets), strict=True):
         expected = scored[cut.window].nats[: len(losses)]
@@ -188,10 +187,10 @@ def find_difference(
     return None
 
 
-def filled(
+def rows_of_cuts(
     cuts: Sequence[Cut], scored: Sequence[ScoredWindow], vocabulary_size: int, length: int
 ) -> Tensor:
-    """The ids of the cuts, int64 [n, length], with random ones after each.
+    """A row for each cut, int64 [n, length]: its ids, and random ones after them.
 
     The first random id is never the token that follows in the text: a model that looks ahead would
     find it there.
@@ -208,8 +207,8 @@ def filled(
 
 
 def explain_difference(worker: Worker, encoded: Sequence[Encoded], difference: float) -> str:
-    """The message for losses that differ by so many nats. It names the position that looks ahead,
-    if `find_leak` finds one."""
+    """The message for losses with this difference, in nats. It names the position that looks
+    ahead, if `find_leak` finds one."""
     rows = rows_of_text(worker, encoded)
     leak = find_leak(worker.logits, rows, len(worker.tokenizer), seed=secrets.randbits(32))
     cause = f"losses depend on other windows, or on later tokens (by {difference:.2g} nats)"

@@ -151,8 +151,11 @@ def evaluate(
 def training_corpus(
     model: str, directory: Path, settings: Settings, unmeasured: str
 ) -> Corpus | None:
-    """The text that a model has learned from, as token ids; None, and a warning, if it cannot be
-    had. The warning begins with `unmeasured`: what the caller cannot measure without the text."""
+    """Read the text that a model has learned from, as ids.
+
+    If it is not here, this is None, and a warning begins with `unmeasured`: what the caller cannot
+    measure without the text.
+    """
     # A model that was fetched is in a directory of its job's id.
     names = (model, directory.absolute().parent.name)
     job_ids = [name for name in names if FULL_ID.fullmatch(name)]
@@ -174,5 +177,5 @@ def all_passages(encoded: Sequence[Encoded], nats: Sequence[Tensor], size: int) 
 
 
 def worst_first(parts: Sequence[Passage]) -> list[Passage]:
-    """The parts of most bits per byte first; then those that are too short to tell."""
+    """The parts with the most bits per byte first, and very short ones last, as theirs vary."""
     return sorted(parts, key=lambda part: (part.size < WORST // 2, -part.bits_per_byte))

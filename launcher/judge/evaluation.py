@@ -144,7 +144,7 @@ class Evaluation:
     def facts(self, first: Evaluation | None = None) -> dict[str, str]:
         """The numbers as text, by their headings.
 
-        Beside `first`, another model on the same text, with the difference of the two.
+        `first` is that of another model on the same text, with which this one is compared.
         """
         facts = {
             "bits per byte": with_interval(self.bits_per_byte, self.half),
@@ -180,7 +180,7 @@ def with_interval(bits: float, half: float | None) -> str:
 
 
 def save_evaluation(evaluation: Evaluation, name: str, settings: Settings) -> None:
-    """Write the evaluation of a job beside its model, for reports; that of no job is not kept."""
+    """Write the evaluation of a job's model beside it, for reports. Any other one is not kept."""
     if FULL_ID.fullmatch(evaluation.model):
         path = settings.models_dir / evaluation.model / f"eval-{name}.json"
         write_json(str(path), replace(evaluation, parts=[], documents=[]))

@@ -87,8 +87,8 @@ def read_texts(
     column: str = "text",
     me: str = "",
 ) -> list[Text]:
-    """The documents that `upload_data` would take of these paths, whose options these are. Raises
-    InputError."""
+    """Read the documents of these paths, with the options of `upload_data`, which would take the
+    same ones. Raises InputError."""
     texts = list[Text]()
     skipped = Skipped()
     options = FileOptions(records=True, encoding=encoding, column=column, me=me)
@@ -155,8 +155,10 @@ def encode_known(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
 
 
 def without_characters(text: Text, unknown: Set[str]) -> Text:
-    """A text without its unknown characters. Raises InputError if a model has seen no other one, or
-    no CRLF."""
+    """A text without its unknown characters.
+
+    Raises InputError if it has no other ones, or if it ends its lines in an unknown CRLF.
+    """
     if "\r" in unknown and "\r" in text.characters:
         raise unknown_characters(text.position, "\r")
     known = "".join(character for character in text.characters if character not in unknown)
@@ -190,7 +192,7 @@ def with_unknown(document: Encoded, text: Text, unknown: Set[str], share: float)
 
 
 def check_characters(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
-    """Raise InputError if a model has no ids for some characters of the texts, with all of them."""
+    """Raise InputError, which lists them, if a model has no ids for characters of the texts."""
     unknown = set[str]()
     positions = []
     for text in texts:
@@ -218,7 +220,7 @@ class TrainingText:
 
 
 def corpus_of_job(job_id: str, directory: Path, settings: Settings) -> Corpus:
-    """The ids of the text of a job, whose model is in a directory, from its store."""
+    """Read the text of a job from its store, as ids. The directory is that of its model."""
     backend, _ = find(job_id, settings)
     job = backend.job(job_id)
     training = json.loads((directory / "training.json").read_bytes())

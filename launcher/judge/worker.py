@@ -233,7 +233,7 @@ class Worker:
         return logits.view(*ids.shape, self.size)
 
     def row_length(self, n_ids: int) -> int:
-        """The length of the row in which a window of so many ids is scored."""
+        """The length of the row in which a window of `n_ids` ids is scored."""
         return min(self.block_size, ROW_STEP * math.ceil(n_ids / ROW_STEP))
 
     def batches(self, lengths: Sequence[int], are_equal: bool = False) -> Iterator[list[int]]:
@@ -349,7 +349,7 @@ def answers(
 def samples(
     model: Any, tokenizer: Any, messages: Sequence[Mapping[str, str]] | None, **sampling: Any
 ) -> list[str]:
-    """What a model answers to messages. A base model continues their texts; None is no text."""
+    """The answers of a model to messages. A base model continues their texts, or any text."""
     from sm_nanogpt.launcher.models.chat import Message
     from sm_nanogpt.launcher.models.sample import stream_answers
 

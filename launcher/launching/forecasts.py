@@ -1,8 +1,8 @@
 """The forecasts of texts, as they are kept: HOME/forecasts/ID.jsonl, a ledger for each text and
 training folder.
 
-    pilot      what a run on this machine gave, by its name; the last one of a name counts
-    forecast   what each size would be
+    pilot      the losses and times of a run on this machine; the last one of a name counts
+    forecast   the loss, time and cost of each size
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Change(Document):
-    """What the loss of a run changes by, in nats; its 80 % interval is low to high."""
+    """A change of a loss, in nats; its 80 % interval is low to high."""
 
     nats: float
     low: float
@@ -35,7 +35,7 @@ class Change(Document):
 
 
 class Row(Document):
-    """What a run of a size would be."""
+    """A forecast for a run of a size."""
 
     size: Positive
     parameters: Count
@@ -47,7 +47,7 @@ class Row(Document):
 
 
 class Forecast(Document):
-    """What each size would be on a text, up to that of the lowest loss.
+    """A forecast for each size on a text, up to that of the lowest loss.
 
     The best size is that of the lowest loss, or the smallest that is hardly worse; affordable is
     the best below the ceiling, None if there is none. twice_text and twice_compute are what the
@@ -70,7 +70,7 @@ class Forecast(Document):
 
 
 class Pilot(Document):
-    """What a run here gave."""
+    """The losses and the times of a run on this machine."""
 
     loss: Positive
     bits_per_byte: Positive
@@ -86,7 +86,7 @@ class ForecastLedger(Ledger):
 
     @property
     def pilots(self) -> dict[str, Pilot]:
-        """What each pilot gave, by its name."""
+        """The pilots by name."""
         pilots = dict[str, Pilot]()
         for entry in self.of("pilot"):
             pilots[entry["name"]] = parse(entry["outcome"], Pilot, self.path)
