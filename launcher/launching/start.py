@@ -11,7 +11,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,29 +78,56 @@ class InitialModel:
 
 
 def find_model(request: Request, settings: Settings, field: str) -> InitialModel:
-    """The model that a request names, by a job's id, a directory or a URI, and its channel."""
+    """The model that a field of a request names: by a job's id, a directory or a URI."""
     reference = str(getattr(request, field))
-    source = request.source
+    path = storage.local_path(reference)
+    if path is None:
+        with fetched_documents(reference, settings.with_offline(False)) as directory:
+            return read_model(request, field, directory, Channel(reference, reference.rstrip("/")))
+
+    name = str(path) if path.exists() else reference
+    directory = model_directory(name, settings.with_offline(False))
+    model = read_model(request, field, directory, Channel(reference, storage.to_uri(directory)))
+    check_weights(directory, field, reference)
+    if storage.local_path(settings.data_store) is not None:
+        return model
+    return replace(model, channel=channel_to_send(reference, directory, settings))
+
+
+@contextmanager
+def fetched_documents(uri: str, settings: Settings) -> Iterator[Path]:
+    """A directory with the documents of a model on S3. Raises InputError if no model is there."""
+    sizes = storage.list_files(uri, settings)
+    if "config.json" not in sizes:
+        raise InputError(f"{uri}: no config.json is there")
+    with tempfile.TemporaryDirectory() as directory:
+        for name in sizes.keys() & DOCUMENTS.keys():
+            storage.fetch(storage.join(uri, name), Path(directory), settings=settings)
+        yield Path(directory)
+
+
+def read_model(request: Request, field: str, directory: Path, channel: Channel) -> InitialModel:
+    """The model in a directory, as the training folder of a request reads it. Raises InputError."""
     hyperparameters: dict[str, Scalar] = {}  # a teacher has its own
     if field == "init_from":
         hyperparameters = request.hyperparameters
-    with open_model_documents(reference, settings.with_offline(False)) as (directory, uri):
-        try:
-            values = source.module("huggingface").starting_values(directory, hyperparameters)
-            tokenizer = source.module("text").read_tokenizer(directory)
-        except source.module("errors").TrainingError as error:
-            if "that script" in str(error):  # of an edited folder
-                raise InputError(str(error), "name-folder") from None
-            raise InputError(str(error), field=field, value=reference) from None
-        channel = Channel(reference, uri or storage.to_uri(directory))
-        if uri is None:
-            check_weights(directory, field, reference)
-        if uri is None and storage.local_path(settings.data_store) is None:
-            sources = [File(path.name, path) for path in model_files(directory)]
-            name = Path(reference).absolute().name
-            upload = corpus.upload_of(name, sources, settings, "models")
-            channel = Channel(reference, upload.uri, upload, sources)
-    return InitialModel(model_name(reference), channel, values, tokenizer)
+    source = request.source
+    try:
+        values = source.module("huggingface").starting_values(directory, hyperparameters)
+        tokenizer = source.module("text").read_tokenizer(directory)
+    except source.module("errors").TrainingError as error:
+        if "that script" in str(error):  # of an edited folder
+            raise InputError(str(error), "name-folder") from None
+        raise InputError(str(error), field=field, value=channel.shown) from None
+    return InitialModel(model_name(channel.shown), channel, values, tokenizer)
+
+
+def channel_to_send(reference: str, directory: Path, settings: Settings) -> Channel:
+    """The channel of a model that has to be uploaded."""
+    files = [File(path.name, path) for path in model_files(directory)]
+    name = Path(reference).absolute().name
+    upload = corpus.upload_of(name, files, settings, "models")
+    return Channel(reference, upload.uri, upload, files)
 
 
 def check_weights(directory: Path, field: str, reference: str) -> None:
@@ -123,22 +150,6 @@ def model_name(model: str) -> str:
             if FULL_ID.fullmatch(job_id):
                 return job_id
     return Path(model).absolute().name
-
-
-@contextmanager
-def open_model_documents(model: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
-    """A directory with the documents of a model, and the URI of one that is on S3."""
-    path = storage.local_path(model)
-    if path is not None:
-        yield model_directory(str(path) if path.exists() else model, settings), None
-        return
-    sizes = storage.list_files(model, settings)
-    if "config.json" not in sizes:
-        raise InputError(f"{model}: no config.json is there")
-    with tempfile.TemporaryDirectory() as directory:
-        for name in sizes.keys() & DOCUMENTS.keys():
-            storage.fetch(storage.join(model, name), Path(directory), settings=settings)
-        yield Path(directory), model.rstrip("/")
 
 
 # -- size ------------------------------------------------------------------------------------------

@@ -208,7 +208,8 @@ def steps_for(config: Any, n_tokens: int) -> int:
 def tokens_to_read(upload: Upload) -> int:
     """The tokens or characters of a text that a run reads, by rows: those of conversations may be
     half empty."""
-    return upload.n_training * (2 if upload.chats else 1)
+    rows_per_text = 2 if upload.chats else 1
+    return rows_per_text * upload.n_training
 
 
 def readings_of(config: Any, n_tokens: int) -> float:

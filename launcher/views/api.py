@@ -36,6 +36,7 @@ from sm_nanogpt.launcher.views.play import Player, error_response
 TURN_SECONDS = 0.03
 
 Limit = Annotated[int, Field(ge=1)] | None
+SAMPLING = {"temperature", "top_k", "top_p", "seed"}  # fields that stream_samples takes
 
 
 class APIRequest(BaseModel):
@@ -285,16 +286,9 @@ def start_answer(
         ids = [player.tokenizer.start]
         if text:
             ids = encode_prompt(player.tokenizer, text, context_size)
-    columns = stream_samples(
-        player.model,
-        player.tokenizer,
-        ids,
-        limit,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_k=request.top_k or 0,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        seed=secrets.randbits(31) if request.seed is None else request.seed,
-    )
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": secrets.randbits(31)}
+    sampling |= request.model_dump(include=SAMPLING, exclude_none=True)
+    columns = stream_samples(player.model, player.tokenizer, ids, limit, **sampling)
     tokens = (Token(text, number < limit) for number, (text,) in enumerate(columns))
     answer = ChatAnswer(isinstance(request, ChatRequest), player.name, len(ids))
     return answer, until(tokens, request.stops)
