@@ -41,7 +41,7 @@ MODULES = {
     "launcher/groups/sweep.py": "test_sweeps test_values",
     "launcher/forecast/checks.py": "test_forecast",
     "launcher/forecast/clock.py": "test_forecast",
-    "launcher/forecast/forecast.py": "test_forecast",
+    "launcher/forecast/forecaster.py": "test_forecast",
     "launcher/forecast/law.py": "test_forecast",
     "launcher/forecast/pilots.py": "test_forecast",
     "launcher/launching/fitting.py": "test_fitting",

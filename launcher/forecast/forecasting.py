@@ -45,7 +45,7 @@ def forecast(
     cost, in USD. What was run is kept, also after an interruption. Raises InputError if nothing can
     be known, and ServiceError if a pilot fails.
     """
-    from sm_nanogpt.launcher.forecast.forecast import Forecaster
+    from sm_nanogpt.launcher.forecast.forecaster import Forecaster
 
     if max_cost is not None and not 0 < max_cost < math.inf:
         raise InputError("must be more than 0", field="max_cost", value=max_cost)

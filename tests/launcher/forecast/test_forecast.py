@@ -26,10 +26,11 @@ from sm_nanogpt.entry_point.data import read_windows
 from sm_nanogpt.entry_point.sizes import hyperparameters_for_size
 from sm_nanogpt.entry_point.text import Corpus, Tokenizer, character_tokenizer, read_tokens
 from sm_nanogpt.launcher.description import JobDescription
-from sm_nanogpt.launcher.forecast import clock, forecast, forecasting, pilots
+from sm_nanogpt.launcher.forecast import clock, forecasting, pilots
+from sm_nanogpt.launcher.forecast import forecaster as forecaster_module
 from sm_nanogpt.launcher.forecast import pilots as pilots_module
 from sm_nanogpt.launcher.forecast.checks import best_size, has_lowest, problem_of, up_to_lowest
-from sm_nanogpt.launcher.forecast.forecast import Forecaster
+from sm_nanogpt.launcher.forecast.forecaster import Forecaster
 from sm_nanogpt.launcher.forecast.law import Law, MeasuredRun, shared
 from sm_nanogpt.launcher.forecast.pilots import PlannedPilot, TimeLeft, Trial, pilots_of, trials_of
 from sm_nanogpt.launcher.forecast.times import InstanceType
@@ -94,14 +95,14 @@ def obedient(
 
 
 def run_pilots_as(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (forecast, clock):
+    for module in (forecaster_module, clock):
         monkeypatch.setattr(module, "run_trials", run)
 
 
 @pytest.fixture
 def lawful(monkeypatch):
     run_pilots_as(obedient, monkeypatch)
-    monkeypatch.setattr(forecast, "shared", lambda: LAW)
+    monkeypatch.setattr(forecaster_module, "shared", lambda: LAW)
     monkeypatch.setattr(clock, "is_busy", lambda: False)
 
 
@@ -151,7 +152,7 @@ def test_the_80_percent_intervals_hold_80_percent_of_truths():
         for row, (loss, deviation) in list(zip(rows, predicted, strict=True))[: lowest + 1]:
             truth = losses.get((recorded["text"], row["size"]))
             if truth is not None:
-                held.append(abs(math.log(truth / loss)) <= forecast.Z * deviation)
+                held.append(abs(math.log(truth / loss)) <= forecaster_module.Z * deviation)
     assert len(held) > 10
     assert sum(held) >= 0.8 * len(held)
 
@@ -716,9 +717,9 @@ def test_sizes_that_are_far_from_the_pilots_are_left_out(tmp_path, lawful):
     forecaster = Forecaster(corpus(), Source.packaged(), path, print, n_tokens=5_000_000)
     table = forecaster.forecast("text", [], None)
     largest = table.rows[-1].size
-    assert largest < forecast.TABLE_SIZES[-1]
+    assert largest < forecaster_module.TABLE_SIZES[-1]
     assert "40 times" in table.notes[-1]
-    next_size = min(size for size in forecast.TABLE_SIZES if size > largest)
+    next_size = min(size for size in forecaster_module.TABLE_SIZES if size > largest)
     listed_run = forecaster.sizes.run(largest)
     far_run = forecaster.sizes.run(next_size)
     assert far_run.parameters * far_run.tokens > listed_run.parameters * listed_run.tokens
