@@ -97,12 +97,14 @@ class Forecaster:
         rows = []
         for size, loss in shown.items():
             rows.append(self.row(size, loss, bits_per_nat, local, instances))
+
         best = best_size(rows) or TABLE_SIZES[0]
         overfits = len(shown) < len(losses)
         lines = notes(rows, best, overfits, len(candidates), instances, local.busy)
         validation_problem = problem_of_validation(whole_pilots)
         if validation_problem:
             lines.append(validation_problem)
+
         twice_text = None
         twice_compute = None
         if not problem:
@@ -110,6 +112,7 @@ class Forecaster:
             larger_model = self.run_of_twice_the_compute(best)
             twice_text = self.change_to(larger_text, best, shown[best].loss, law)
             twice_compute = self.change_to(larger_model, best, shown[best].loss, law)
+
         forecast = Forecast(
             text=text,
             unit=self.unit,
