@@ -97,10 +97,12 @@ def evaluate(
         answers = count_right_answers(worker, conversations)
         corpus = training_corpus(model, directory, settings, UNMEASURED)
         training = None if corpus is None else training_of(corpus)
+
         n_tokens = sum(len(document.ids) for document in encoded)
         expect(progress, n_tokens + effort.n_processes * min(n_tokens, n_cuts))
         nats = losses(worker, encoded, progress)
-        values = measure_anchors(Subject(worker, encoded, training, effort.n_samples))
+        subject = Subject(worker, encoded, training, effort.n_samples)
+        values = measure_anchors(subject)
 
     n_compared = 0
     for _ in range(effort.n_processes):  # of which none learns anything from those before
@@ -119,6 +121,7 @@ def evaluate(
     n_unknown = sum(document.n_unknown for document in encoded)
     unknown_nats = sum(float(document.unknown_nats.sum()) for document in encoded)
     loss = torch.tensor(whole.nats / (whole.tokens + n_unknown), dtype=torch.float64)
+    passages_by_loss = worst_first(all_passages(encoded, nats, WORST))
     evaluation = Evaluation(
         model=model,
         text=text,
@@ -131,7 +134,7 @@ def evaluate(
         unit=unit,
         perplexity=float(loss.exp()),  # infinite where math.exp raises
         samples=f"{effort.n_samples} samples of {SAMPLE_TOKENS} {worker.tokenizer.unit}",
-        worst=worst_first(all_passages(encoded, nats, WORST))[:3],
+        worst=passages_by_loss[:3],
         canaries=exposures,
         answers=answers,
         cuts=n_compared,

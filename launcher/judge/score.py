@@ -148,13 +148,15 @@ def passages(document: Encoded, nats: Tensor, size: int) -> list[Passage]:
         worst = begin  # the byte behind the token that loses most
         if len(nats_of_part):
             worst = int(token_ends[first + int(nats_of_part.argmax())])
-        near_worst = content[max(begin, worst - EXCERPT_MARGIN) : min(end, worst + EXCERPT_MARGIN)]
+        excerpt_begin = max(begin, worst - EXCERPT_MARGIN)
+        excerpt_end = min(end, worst + EXCERPT_MARGIN)
+        excerpt = content[excerpt_begin:excerpt_end].decode(errors="ignore")
         part = Passage(
             place=f"{document.text.position}, line {line}",
             nats=float(nats_of_part.sum()),
             size=end - begin,
             tokens=len(nats_of_part),
-            excerpt=one_line(near_worst.decode(errors="ignore")),
+            excerpt=one_line(excerpt),
         )
         parts.append(part)
         line += content.count(b"\n", begin, end)

@@ -148,24 +148,25 @@ class Chat:
 
         ids: list[int] = []
         for turn in turns[:n_instructions] + turns[first:]:
-            ids.extend(id if id >= 0 else ~id for id in turn)
+            ids += turn
         ids += self.answer_start
         free = max(1, self.context_size - len(ids))
         return ChatPrompt(ids, min(max_new_tokens, free), first - n_instructions)
 
-    def encode_messages(self, messages: Sequence[Message]) -> list[array[int]]:
-        """Returns the ids of each message; those that the loss leaves out are stored as ~id.
-
-        Raises InputError if a message is not UTF-8 text.
-        """
-        texts = [f"{message.role}\n{message.content}" for message in messages]
-        if not all(map(is_utf8, texts)):
+    def encode_messages(self, messages: Sequence[Message]) -> list[list[int]]:
+        """Returns the ids of each message. Raises InputError if one is not UTF-8 text."""
+        turns = [f"{message.role}\n{message.content}" for message in messages]
+        if not all(map(is_utf8, turns)):
             raise InputError("the message is not UTF-8 text")
-        return [array("i", turn) for turn in self.encoder.encode(texts)]
+        ids_of_messages = []
+        for content in self.encoder.encode(turns):
+            ids = array("i", content)
+            ids_of_messages.append([id if id >= 0 else ~id for id in ids])
+        return ids_of_messages
 
 
 def first_turn_that_fits(
-    messages: Sequence[Message], turns: Sequence[array[int]], start: int, room: int
+    messages: Sequence[Message], turns: Sequence[Sequence[int]], start: int, room: int
 ) -> int | None:
     """Returns the index of the first turn from which all up to the last fit into `room` tokens.
 

@@ -80,10 +80,10 @@ def is_known_step(step: Any) -> bool:
     """Returns True if a step splits a text at the edges of words or digits, as BPE here does."""
     if not isinstance(step, dict):
         return False
+    if step.get("type") != "Split":
+        return step.get("type") in ("ByteLevel", "Digits")
     pattern = step.get("pattern")
-    if step.get("type") == "Split":
-        return isinstance(pattern, dict) and pattern.get("Regex") in PATTERNS
-    return step.get("type") in ("ByteLevel", "Digits")
+    return isinstance(pattern, dict) and pattern.get("Regex") in PATTERNS
 
 
 def splitting_steps(document: Mapping[str, Any]) -> list[Any]:
@@ -140,6 +140,7 @@ def fast_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encodi
     ids = {content: id for id, content in enumerate(tokenizer.words) if content}
     if not merges_by_id(model, ids, library):
         return None
+
     import tiktoken
 
     return tiktoken.Encoding("ours", pat_str=pattern, mergeable_ranks=ids, special_tokens={})
@@ -191,10 +192,11 @@ class Encoder:
         if any(len(text) > MAX_PIECE for text in texts):
             return [self.encode_in_pieces(text) for text in texts]
         texts = [self.normalize(text) for text in texts]
-        encoded = self.encode_batch(texts)
-        for text, ids in zip(texts, encoded, strict=True):
+        contents = []
+        for text, ids in zip(texts, self.encode_batch(texts), strict=True):
             self.check_decodes(ids, text)
-        return [array(self.code, ids).tobytes() for ids in encoded]
+            contents.append(array(self.code, ids).tobytes())
+        return contents
 
     def encode_in_pieces(self, text: str) -> bytes:
         ids = b""
