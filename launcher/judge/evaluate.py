@@ -11,11 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sm_nanogpt.entry_point.errors import TrainingError
-from sm_nanogpt.entry_point.text import Corpus
 from sm_nanogpt.launcher.errors import LauncherError
 from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
-from sm_nanogpt.launcher.job import FULL_ID
 from sm_nanogpt.launcher.judge.causality import CUTS, check_causal
 from sm_nanogpt.launcher.judge.evaluation import (
     UNMEASURED,
@@ -36,8 +33,8 @@ from sm_nanogpt.launcher.judge.score import MANY, PASSAGE, WORST, losses, passag
 from sm_nanogpt.launcher.judge.texts import (
     Encoded,
     Text,
-    corpus_of_job,
     encode_known,
+    training_corpus,
     training_of,
 )
 from sm_nanogpt.launcher.judge.worker import Worker
@@ -149,27 +146,6 @@ def evaluate(
     except LauncherError as error:
         logger.warning(f"this evaluation will not be in reports: {error}")
     return evaluation
-
-
-def training_corpus(
-    model: str, directory: Path, settings: Settings, unmeasured: str
-) -> Corpus | None:
-    """Read the text that a model has learned from, as ids.
-
-    If it is not here, this is None, and a warning begins with `unmeasured`: what the caller cannot
-    measure without the text.
-    """
-    # A model that was fetched is in a directory of its job's id.
-    names = (model, directory.absolute().parent.name)
-    job_ids = [name for name in names if FULL_ID.fullmatch(name)]
-    problem = "no job of this machine made this model"
-    if job_ids:
-        try:
-            return corpus_of_job(job_ids[0], directory, settings)
-        except (LauncherError, TrainingError, ValueError) as error:
-            problem = str(error)
-    logger.warning(f"{model}: {unmeasured}, as its training text is not here ({problem})")
-    return None
 
 
 def all_passages(encoded: Sequence[Encoded], nats: Sequence[Tensor], size: int) -> list[Passage]:

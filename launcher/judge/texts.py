@@ -14,9 +14,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sm_nanogpt.entry_point.errors import TrainingError
 from sm_nanogpt.entry_point.text import Corpus, Tokenizer
-from sm_nanogpt.launcher.errors import InputError, list_characters, unknown_characters
+from sm_nanogpt.launcher.errors import (
+    InputError,
+    LauncherError,
+    list_characters,
+    unknown_characters,
+)
 from sm_nanogpt.launcher.finding import find
+from sm_nanogpt.launcher.job import FULL_ID
 from sm_nanogpt.launcher.judge.anchors import as_tensor
 from sm_nanogpt.launcher.models.chat import ChatEncoder
 from sm_nanogpt.launcher.models.encoder import Encoder
@@ -217,6 +224,27 @@ class TrainingText:
 
     content: Tensor  # up to TRAINING_BYTES, uint8 [n]
     validation: Text | None  # the first VALIDATION_BYTES; None for conversations
+
+
+def training_corpus(
+    model: str, directory: Path, settings: Settings, unmeasured: str
+) -> Corpus | None:
+    """Read the text that the model in a directory has learned from, as ids.
+
+    If it is not here, this is None, and a warning begins with `unmeasured`: what the caller cannot
+    measure without the text.
+    """
+    # A model that was fetched is in a directory of its job's id.
+    names = (model, directory.absolute().parent.name)
+    job_ids = [name for name in names if FULL_ID.fullmatch(name)]
+    problem = "no job of this machine made this model"
+    if job_ids:
+        try:
+            return corpus_of_job(job_ids[0], directory, settings)
+        except (LauncherError, TrainingError, ValueError) as error:
+            problem = str(error)
+    logger.warning(f"{model}: {unmeasured}, as its training text is not here ({problem})")
+    return None
 
 
 def corpus_of_job(job_id: str, directory: Path, settings: Settings) -> Corpus:

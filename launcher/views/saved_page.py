@@ -13,9 +13,8 @@ from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.storage import write_bytes
 from sm_nanogpt.launcher.judge.anchors import as_tensor, longest_run
-from sm_nanogpt.launcher.judge.evaluate import training_corpus
 from sm_nanogpt.launcher.judge.rounding import Rounding, measure_losses, round_weights
-from sm_nanogpt.launcher.judge.texts import TRAINING_BYTES
+from sm_nanogpt.launcher.judge.texts import TRAINING_BYTES, training_corpus
 from sm_nanogpt.launcher.models.moments import Moment, read_moments, spread
 from sm_nanogpt.launcher.models.quantization import BITS, quantize_model, with_quantized_weights
 from sm_nanogpt.launcher.models.sample import stream_samples
