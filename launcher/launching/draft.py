@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sm_nanogpt.launcher.aws import Offline
 from sm_nanogpt.launcher.backends import Backend, backend_class, backend_for, rents_gpus
@@ -60,6 +60,9 @@ class Draft:
     def __post_init__(self) -> None:
         self.request = self.original
 
+    def change_request(self, **values: Any) -> None:
+        self.request = self.request.model_copy(update=values)
+
     def take_over_earlier_job(self) -> None:
         """Fill the request from the job that it resumes."""
         with about("resume", self.request.resume):
@@ -93,21 +96,19 @@ class Draft:
             with about(name, reference):
                 model = start.find_model(self.request, self.backend.settings, name)
             self.models[name] = model
-            self.request = self.request.model_copy(update={name: model.channel.uri})
+            self.change_request(**{name: model.channel.uri})
             if name == "init_from":
-                update = {"hyperparameters": model.hyperparameters}
-                self.request = self.request.model_copy(update=update)
+                self.change_request(hyperparameters=model.hyperparameters)
                 self.base = model.name
 
     def choose_preset(self) -> None:
         """`baby` on GPUs, where nothing else says what to train; check the hyperparameters."""
         request = self.request
-        continues = self.original.resume is not None or self.original.init_from is not None
-        has_size = request.size is not None or request.has_open_size
-        if has_size:
+        if request.size is not None or request.has_open_size:
             return
+        continues = self.original.resume is not None or self.original.init_from is not None
         if request.preset is None and not continues and rents_gpus(request.instance or ""):
-            self.request = request.model_copy(update={"preset": "baby"})
+            self.change_request(preset="baby")
         self.request.config(1)  # finds a mistake before a long text is read
 
     def find_texts(self) -> None:
@@ -132,8 +133,9 @@ class Draft:
 
         fit, self.twice_fit = fit_sizes(self.request, self.texts, [page_limit, 2 * page_limit])
         logger.info(f"fit: {fit}")
-        request = self.request.model_copy(update={"fit": None})
-        self.request = start.with_chosen_size(request, fit.size, self.texts)
+        self.change_request(fit=None)
+        length = start.text_length(self.texts)
+        self.request = start.with_chosen_size(self.request, fit.size, length)
 
     def make_job(self) -> None:
         """Set where the texts are, and what starts the processes on the instance type."""
@@ -153,27 +155,35 @@ class Draft:
         explicit = {*self.original.hyperparameters}
         if "generations" in self.job.hyperparameters:  # which goes with an open size
             explicit.add("generations")
-        summary = summary_of(self.job, explicit)
-        page_limit = self.original.fit
-        expected = None
-        if is_run_of_size(self.job, self.texts):
-            rows = forecast_rows(self.job, self.texts, self.backend.settings)
-            forecast = expected_of(self.job.size or 0, rows)
-            if page_limit is not None:
-                self.log_forecast(forecast, rows)
-            if self.n_generations == 1:
-                expected = forecast
-        elif page_limit is not None:
-            logger.info("no loss is forecast for a run that differs from that of its size")
-        if self.earlier is not None:
-            earlier = self.earlier.job
-            if self.job.config(1) == earlier.config(1):  # it is the same run
-                expected = earlier.expected
-                if earlier.summary.startswith("size "):
-                    summary = f"{earlier.summary} resumes {self.request.resume}"
-            page_limit = earlier.page_limit
-        update = {"summary": summary, "expected": expected, "page_limit": page_limit}
-        self.job = self.job.model_copy(update=update)
+        facts: dict[str, Any] = {"summary": summary_of(self.job, explicit)}
+        if self.earlier is None:
+            facts["page_limit"] = self.original.fit
+            facts["expected"] = self.forecast_loss()
+        else:
+            facts |= self.facts_of_earlier(self.earlier.job)
+        self.job = self.job.model_copy(update=facts)
+
+    def facts_of_earlier(self, earlier: TrainingJob) -> dict[str, Any]:
+        """What describes the earlier job, and this one too."""
+        facts: dict[str, Any] = {"page_limit": earlier.page_limit}
+        if self.job.config(1) == earlier.config(1):  # it is the same run
+            facts["expected"] = earlier.expected
+            if earlier.summary.startswith("size "):
+                facts["summary"] = f"{earlier.summary} resumes {self.request.resume}"
+        return facts
+
+    def forecast_loss(self) -> Expected | None:
+        """The loss that is forecast for the run. With a limit for its page, it is logged too."""
+        has_page_limit = self.original.fit is not None
+        if not is_run_of_size(self.job, self.texts):
+            if has_page_limit:
+                logger.info("no loss is forecast for a run that differs from that of its size")
+            return None
+        rows = forecast_rows(self.job, self.texts, self.backend.settings)
+        expected = expected_of(self.job.size or 0, rows)
+        if has_page_limit:
+            self.log_forecast(expected, rows)
+        return expected if self.n_generations == 1 else None
 
     @property
     def n_generations(self) -> int:
@@ -279,9 +289,10 @@ def is_run_of_size(job: TrainingJob, texts: Texts) -> bool:
     for the number of its generations."""
     if job.size is None or job.teacher is not None:
         return False
+    length = start.text_length(texts)
     with job.source.running():
         sizes = job.source.module("sizes")
-        of_size = sizes.hyperparameters_for_size(job.size, *start.text_length(texts))
+        of_size = sizes.hyperparameters_for_size(job.size, length.n_tokens, length.is_of_chats)
     values = dict(job.hyperparameters)
     for name in ("seed", "generations"):
         values.pop(name, None)

@@ -47,18 +47,18 @@ def fit_sizes(request: Request, texts: Texts, page_limits: Sequence[int]) -> lis
     if not request.source.is_packaged:
         problem = "an edited folder computes this model, which a page cannot"
         raise InputError(problem, field="fit", value=megabytes(page_limits[0]))
+    length = start.text_length(texts)
     pages = {}
     for size in PAGE_SIZES:
-        config = start.with_size(request, size, texts).config(1)
+        config = start.with_size(request, size, length).config(1)
         pages[size] = page_bytes(config, texts)
-    n_tokens, _ = start.text_length(texts)
     fits = []
     for page_limit in page_limits:
         fitting = [size for size in PAGE_SIZES if pages[size] <= page_limit]
         if not fitting:
             problem = f"the page of the smallest size has {megabytes(pages[PAGE_SIZES[0]])}"
             raise InputError(problem, field="fit", value=megabytes(page_limit))
-        size = start.largest_readable(fitting, request, n_tokens)
+        size = start.largest_readable(fitting, request, length.n_tokens)
         fits.append(Fit(size, pages[size], is_by_text=size < fitting[-1]))
     return fits
 

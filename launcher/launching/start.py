@@ -164,85 +164,94 @@ AUTO_READINGS = 12
 AUTO_GENERATIONS = 2
 
 
-def text_length(texts: Texts) -> tuple[int, bool]:
-    """Tokens to train on, or characters; True if they are of conversations."""
-    upload = texts["data"].upload
+@dataclass(frozen=True)
+class TextLength:
+    """The length of a text to train on."""
+
+    n_tokens: int
+    unit: str  # tokens, or characters
+    is_of_chats: bool
+
+
+def text_length(texts: Texts) -> TextLength:
+    """The length of the text to train on. Raises InputError if it is not known."""
+    data = texts["data"]
+    upload = data.upload
     if upload is None:
         problem = "preset=auto and a size need the length of the text, which is known"
         raise InputError(
-            f"{texts['data'].shown}: {problem} of local texts, and of uploads unless this is a dry"
-            " run; name another preset"
+            f"{data.shown}: {problem} of local texts, and of uploads unless this is a dry run; name"
+            " another preset"
         )
     n_tokens = upload.characters if "validation" in texts else upload.n_training
-    return n_tokens, upload.chats
+    return TextLength(n_tokens, unit_of(upload), upload.chats)
 
 
 def sized(request: Request, texts: Texts) -> Request:
     """The request with the hyperparameters of its size; preset=auto chooses the size."""
     if request.size is not None:
-        return with_logged_size(request, request.size, texts)
+        return with_logged_size(request, request.size, text_length(texts))
     if request.preset == "auto":
-        n_tokens, _ = text_length(texts)
-        return with_chosen_size(request, size_by_text(request, n_tokens), texts)
+        length = text_length(texts)
+        return with_chosen_size(request, size_by_text(request, length.n_tokens), length)
     return request
 
 
-def with_chosen_size(request: Request, size: float, texts: Texts) -> Request:
+def with_chosen_size(request: Request, size: float, length: TextLength) -> Request:
     """The request with a size that was chosen for it, by its text or by the bytes of a page; and
     with two generations where a second one is known to gain, unless the request says how long it
     trains, or has a teacher."""
-    of_size = with_logged_size(request, size, texts)
-    length_is_chosen = {"max_steps", "generations"} & request.hyperparameters.keys()
-    if length_is_chosen or request.teacher is not None or not has_tuned_rates(request):
+    of_size = with_logged_size(request, size, length)
+    sets_steps = {"max_steps", "generations"} & request.hyperparameters.keys()
+    if sets_steps or request.teacher is not None or not has_tuned_rates(request):
         return of_size
-    return with_generations(of_size, size, texts)
+    return with_generations(of_size, size, length)
 
 
-def with_logged_size(request: Request, size: float, texts: Texts) -> Request:
-    """The request with the hyperparameters of a size, as with_size has them, which is logged."""
-    n_tokens, _ = text_length(texts)
-    upload = texts["data"].upload
-    assert upload is not None, "text_length knows it"
-    content = "conversations" if upload.chats else "text"
-    logger.info(f"size: {size:g}, for {n_tokens:,} {unit_of(upload)} of {content}")
+def with_logged_size(request: Request, size: float, length: TextLength) -> Request:
+    """The request with the hyperparameters of a size, which is logged."""
+    content = "conversations" if length.is_of_chats else "text"
+    logger.info(f"size: {size:g}, for {length.n_tokens:,} {length.unit} of {content}")
     if not has_tuned_rates(request):
         logger.info("learning_rate, weight_decay: the size's are for muon, and left out")
-    return with_size(request, size, texts)
+    return with_size(request, size, length)
 
 
-def with_size(request: Request, size: float, texts: Texts) -> Request:
+def with_size(request: Request, size: float, length: TextLength) -> Request:
     """The request with the hyperparameters of a size, but for those that it sets itself."""
-    n_tokens, is_of_chats = text_length(texts)
     n_ranks = backend_class(request.instance or "").count_ranks(request)
     with request.source.running():
         sizes = request.source.module("sizes")
-        values = sizes.hyperparameters_for_size(size, n_tokens, is_of_chats, n_ranks)
+        values = sizes.hyperparameters_for_size(size, length.n_tokens, length.is_of_chats, n_ranks)
     if not has_tuned_rates(request):
         del values["learning_rate"], values["weight_decay"]
     values |= request.hyperparameters
     return request.model_copy(update={"preset": None, "size": size, "hyperparameters": values})
 
 
-def with_generations(request: Request, size: float, texts: Texts) -> Request:
+def with_generations(request: Request, size: float, length: TextLength) -> Request:
     """The request with two generations of its size, where the second is known to gain."""
-    n_tokens, is_of_chats = text_length(texts)
     config = request.config(1)
-    readings = readings_of(config, n_tokens)
+    readings = readings_of(config, length.n_tokens)
     is_old_folder = not hasattr(config, "generations")
-    if is_old_folder or is_of_chats or not gains_by_generations(size, readings):
+    if is_old_folder or length.is_of_chats or not gains_by_generations(size, readings):
         return request
     reason = f"each reads the text {readings:.1f} times, and the second also learns from the first"
     time = "both take about 2.25 times as long as one"
     logger.info(
         f"generations: {AUTO_GENERATIONS}; {reason}; {time}", extra={"code": "one-generation"}
     )
-    values = {**request.hyperparameters, "generations": AUTO_GENERATIONS}
-    return request.model_copy(update={"hyperparameters": values})
+    return with_hyperparameter(request, "generations", AUTO_GENERATIONS)
+
+
+def with_hyperparameter(request: Request, name: str, value: Scalar) -> Request:
+    hyperparameters = {**request.hyperparameters, name: value}
+    return request.model_copy(update={"hyperparameters": hyperparameters})
 
 
 def gains_by_generations(size: float, readings: float) -> bool:
-    """True if a second generation of a size is known to lower the loss, of texts and not of chats,
-    where each generation reads the text so often."""
+    """True if a second generation of a size is known to lower the loss on a text, other than chats,
+    that each generation reads `readings` times."""
     return size <= LARGEST_MEASURED and readings >= FEW_READINGS
 
 
@@ -263,8 +272,10 @@ def size_by_text(request: Request, n_tokens: int) -> float:
 
 
 def largest_readable(sizes: Sequence[float], request: Request, n_tokens: int) -> float:
-    """The largest of these sizes for which a text has the tokens, if it is read as often as it may
-    be; the first if none has. The sizes rise."""
+    """The largest of these rising sizes that a text is long enough for; the first if there is none.
+
+    A size needs a number of tokens, and may read the text several times for it.
+    """
     largest = sizes[0]
     with request.source.running():
         dial = request.source.module("sizes")
@@ -285,8 +296,7 @@ def with_whole_windows(request: Request, text: Channel) -> Request:
     if "short_windows" in request.hyperparameters or not short_windows:
         return request
     logger.info(f"short_windows=0 (the preset's {short_windows} would cut conversations)")
-    values = {**request.hyperparameters, "short_windows": 0}
-    return request.model_copy(update={"hyperparameters": values})
+    return with_hyperparameter(request, "short_windows", 0)
 
 
 def with_fitting_steps(request: Request, text: Channel) -> Request:
@@ -306,5 +316,4 @@ def with_fitting_steps(request: Request, text: Channel) -> Request:
     if steps < getattr(config, "warmup_steps", 0):
         return request
     logger.info(f"max_steps={steps}, to read the text {READINGS} times")
-    values = {**request.hyperparameters, "max_steps": steps}
-    return request.model_copy(update={"hyperparameters": values})
+    return with_hyperparameter(request, "max_steps", steps)

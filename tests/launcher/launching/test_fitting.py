@@ -56,7 +56,7 @@ def normal_model(config: Config) -> GPT:
 
 def saved_bytes(size: float) -> int:
     """The bytes of the page of a size, with room for all that a page may say of its job."""
-    config = start.with_size(request(), size, text()).config(1)
+    config = start.with_size(request(), size, start.text_length(text())).config(1)
     model = normal_model(config)
     card = {"data": "x" * 100, "settings": "y" * 100}
     return len(page_of(model, quantize_model(model, 6), LETTERS, "a model", card).encode())
