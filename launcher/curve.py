@@ -141,48 +141,46 @@ def seconds_left(metrics: Mapping[str, Any], hyperparameters: Mapping[str, Any])
 
 # -- drawing ---------------------------------------------------------------------------------------
 
-DOTS_ACROSS, DOTS_DOWN = 2, 4  # of a braille character
-# The bits of its dots: in U+2800 plus these, by column and row.
+BRAILLE = 0x2800  # the character without dots
+DOTS_ACROSS = 2  # of a character
+DOTS_DOWN = 4
+# The bits of its dots, in the order of its columns and rows.
 DOT_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def sketch(points: Sequence[tuple[float, float]], width: int = 60, height: int = 8) -> list[str]:
-    """Draws a curve as lines of text: `width` x `height` characters and the labels of both axes."""
+    """Draw a curve as lines of text: `width` x `height` characters, and the labels of both axes."""
     values = [value for _, value in points]
-    low, high = min(values), max(values)
-    n_columns = width * DOTS_ACROSS
-    n_rows = height * DOTS_DOWN
-    cells = [[0] * width for _ in range(height)]
-    last_row = None
-    for column, value in enumerate(interpolate(points, n_columns)):
-        row = round((high - value) / ((high - low) or 1) * (n_rows - 1))
-        for dot_row in rows_between(last_row, row):
-            bit = DOT_BITS[column % DOTS_ACROSS][dot_row % DOTS_DOWN]
-            cells[dot_row // DOTS_DOWN][column // DOTS_ACROSS] |= bit
-        last_row = row
+    low = min(values)
+    high = max(values)
+    labels = [""] * height
+    labels[-1] = f"{low:.3f}"
+    labels[0] = f"{high:.3f}"
+
+    dots = []  # for each column, the row of its dot from the top
+    for value in interpolate(points, width * DOTS_ACROSS):
+        depth = (high - value) / ((high - low) or 1)
+        dots.append(round(depth * (height * DOTS_DOWN - 1)))
 
     lines = []
-    for number, cell_row in enumerate(cells):
-        label = ""
-        if number == 0:
-            label = f"{high:.3f}"
-        elif number == height - 1:
-            label = f"{low:.3f}"
-        braille = "".join(chr(0x2800 + cell) for cell in cell_row)
-        lines.append(f"{label:>9} {braille}".rstrip(" \u2800"))
-    first_step, last_step = f"{points[0][0]:g}", f"{points[-1][0]:g}"
+    for label, characters in zip(labels, braille(dots, width, height), strict=True):
+        lines.append(f"{label:>9} {characters}".rstrip())
+    first_step = f"{points[0][0]:g}"
+    last_step = f"{points[-1][0]:g}"
     lines.append(f"{'step':>9} {first_step:<{width - 10}}{last_step:>10}")
     return lines
 
 
 def interpolate(points: Sequence[tuple[float, float]], n_columns: int) -> list[float]:
-    """The values of a curve at equally many steps between columns, from its first to its last."""
+    """The values of a curve at `n_columns` steps, evenly spaced from its first to its last."""
     steps = [step for step, _ in points]
+    spacing = (steps[-1] - steps[0]) / (n_columns - 1)
     values = []
     for column in range(n_columns):
-        step = steps[0] + (steps[-1] - steps[0]) * column / (n_columns - 1)
+        step = steps[0] + column * spacing
         index = min(max(bisect_left(steps, step), 1), len(points) - 1)
-        (step_before, value_before), (step_after, value_after) = points[index - 1], points[index]
+        step_before, value_before = points[index - 1]
+        step_after, value_after = points[index]
         share = 1.0
         if step_after > step_before:
             share = min(1.0, (step - step_before) / (step_after - step_before))
@@ -190,10 +188,22 @@ def interpolate(points: Sequence[tuple[float, float]], n_columns: int) -> list[f
     return values
 
 
-def rows_between(last_row: int | None, row: int) -> range:
+def braille(dots: Sequence[int], width: int, height: int) -> list[str]:
+    """Draw a dot in each column, each connected to the one before it, as lines of characters."""
+    cells = [[BRAILLE] * width for _ in range(height)]
+    last_row = dots[0]
+    for column, row in enumerate(dots):
+        bits = DOT_BITS[column % DOTS_ACROSS]
+        for dot_row in rows_between(last_row, row):
+            cells[dot_row // DOTS_DOWN][column // DOTS_ACROSS] |= bits[dot_row % DOTS_DOWN]
+        last_row = row
+    return ["".join(map(chr, line)).rstrip(chr(BRAILLE)) for line in cells]
+
+
+def rows_between(last_row: int, row: int) -> range:
     """The rows of dots that connect a column to the one before it, up to and with its own."""
-    if last_row is None or last_row == row:
-        return range(row, row + 1)
     if row > last_row:
         return range(last_row + 1, row + 1)
-    return range(row, last_row)
+    if row < last_row:
+        return range(row, last_row)
+    return range(row, row + 1)

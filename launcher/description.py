@@ -23,38 +23,32 @@ RUNNING = STATUSES[:2]
 class JobDescription:
     """The state of a job.
 
-    status is one of SageMaker's: InProgress, Stopping, Completed, Failed or Stopped. instance is
-    the type that the job runs on, or all candidates, separated by commas, until SageMaker chooses
-    one. name, owner and summary are None where they are not known: SageMaker tells them in a list
-    of jobs only, and local jobs have no owner. created, started and ended are seconds since the
-    epoch. metrics holds the newest values of the training curve. model_uri, checkpoint_uri and
-    checkpoint_step are None until there is a model or a checkpoint. For jobs on SageMaker, the
-    checkpoint fields are also None while the job runs and in a list of jobs, since S3 is not asked.
-    inputs holds the URI of each channel by its name: training, validation, model, teacher. search
-    names the search whose runs the job makes: it has no model or curve of its own.
+    Moments are in seconds since the epoch. None is what is not known, or not there yet. A list of
+    jobs on SageMaker does not ask S3, so it has no checkpoints; only such a list has their names,
+    owners and summaries.
     """
 
     job_id: str
-    status: str
-    secondary_status: str
-    instance: str
+    status: str  # one of STATUSES
+    secondary_status: str  # what a running job does, or how it ended, in SageMaker's words
+    instance: str  # the type; all candidates, separated by commas, until SageMaker chooses one
     instance_count: int
     created: float
     data: str
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     name: str | None = None
-    owner: str | None = None
+    owner: str | None = None  # None for a job on this machine
     summary: str | None = None  # as summary.summary_of says
-    search: str | None = None
+    search: str | None = None  # whose runs it makes: it has no model or curve of its own
     expected: Expected | None = None  # what was forecast for it
     page_limit: int | None = None  # bytes that its page may have
-    inputs: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)  # URIs, as TrainingJob.channels has them
     failure_reason: str | None = None
     started: float | None = None
     ended: float | None = None
-    metrics: dict[str, Any] | None = None
+    metrics: dict[str, Any] | None = None  # the newest values of the training curve
     model_uri: str | None = None
-    checkpoint_uri: str | None = None
+    checkpoint_uri: str | None = None  # on SageMaker also None while the job runs
     checkpoint_step: int | None = None  # of the newest
     message: str | None = None  # the service's message for the present state
     billable_seconds: int | None = None  # this and what follows: SageMaker only
@@ -88,6 +82,7 @@ class JobDescription:
 
     @property
     def named(self) -> str:
+        """The id and the name, if it has one, for a message."""
         return f"{self.job_id} ({self.name})" if self.name else self.job_id
 
     @property
@@ -102,6 +97,7 @@ class JobDescription:
 
     @property
     def state(self) -> str:
+        """The status, and what the service says of it more closely."""
         if self.status == self.secondary_status:
             return self.status
         return f"{self.status} ({self.secondary_status})"
@@ -151,4 +147,9 @@ def time_of(job_id: str) -> str:
 
 def checkpoints_among(names: Iterable[str]) -> dict[int, str]:
     """The checkpoints among these file names, by step."""
-    return {int(m[1]): name for name in names if (m := CHECKPOINT.fullmatch(name))}
+    checkpoints = {}
+    for name in names:
+        match = CHECKPOINT.fullmatch(name)
+        if match is not None:
+            checkpoints[int(match[1])] = name
+    return checkpoints
