@@ -46,8 +46,9 @@ class Expected(Document):
     measured: bool = False
 
     def __str__(self) -> str:
-        interval = f"{self.low:.3f} to {self.high:.3f} in 80 % of the cases"
-        return f"{self.loss:.3f}, {'measured by a pilot' if self.measured else interval}"
+        if self.measured:
+            return f"{self.loss:.3f}, measured by a pilot"
+        return f"{self.loss:.3f}, {self.low:.3f} to {self.high:.3f} in 80 % of the cases"
 
 
 # -- what to run -----------------------------------------------------------------------------------
@@ -122,17 +123,7 @@ class Request(TrainingRequest):
         try:
             super().__init__(**plain(values))
         except ValidationError as error:
-            first = error.errors()[0]
-            name, *inner = (str(part) for part in first["loc"])
-            problems = {"missing": "is missing", "extra_forbidden": "there is no such field"}
-            problem = problems.get(first["type"], must_be(first["msg"]))
-            value = None if first["type"] == "missing" else first["input"]
-            if name == "hyperparameters" and inner:
-                if len(inner) > 1:  # of the kinds that a value may have
-                    problem = "must be a finite number, a text, or True or False"
-                with about(name, values[name]):
-                    raise InputError(f"{inner[0]}={value!r}: {problem}") from None
-            raise InputError(problem, field=name, value=value) from None
+            raise field_error(error, values) from None
         for name, value, problem in self._problems():
             raise InputError(problem, field=name, value=value)
 
@@ -158,30 +149,41 @@ class Request(TrainingRequest):
 
     def explicit_fields(self) -> dict[str, Any]:
         """The fields that are not left out."""
-        values = {name: getattr(self, name) for name in self.model_fields_set}
-        return {name: value for name, value in values.items() if value not in (None, (), {})}
+        fields = {}
+        for name in self.model_fields_set:
+            value = getattr(self, name)
+            if value not in (None, (), {}):
+                fields[name] = value
+        return fields
 
     def replaced(self, **values: Any) -> Self:
-        """This with other values, validated together."""
+        """The same with other values, validated together."""
         new = type(self)(**{**self.explicit_fields(), **values})
-        new._inherited, new._source = self._inherited, self._source
+        new._inherited = self._inherited
+        new._source = self._source
         return new
 
     @property
     def instances(self) -> tuple[str, ...]:
         """The instance types; the job runs on the first that has capacity."""
-        return types_of(self.instance) if self.instance else ()
+        if not self.instance:
+            return ()
+        return types_of(self.instance)
 
     def origin(self, name: str) -> str:
         """A suffix for messages: which job a field was taken over from."""
-        return f" of job {self.resume}" if name in self._inherited else ""
+        if name not in self._inherited:
+            return ""
+        return f" of job {self.resume}"
 
     @property
     def source(self) -> Source:
         """The training folder, as a launch has read it, else as it is now."""
         if self._source is not None:
             return self._source
-        return Source.packaged() if self.entry_point is None else Source.read(self.entry_point)
+        if self.entry_point is None:
+            return Source.packaged()
+        return Source.read(self.entry_point)
 
     def all_hyperparameters(self) -> dict[str, Scalar]:
         """Every field of the script's Config, for the job's record and the script's arguments.
@@ -192,35 +194,63 @@ class Request(TrainingRequest):
         return {name: value for name, value in config.items() if value not in (None, "")}
 
     def explicit_hyperparameters(self, base: Mapping[str, Scalar] | None = None) -> dict[str, Any]:
-        """The values of the preset and those given by the user, by field name.
+        """The hyperparameters that the preset or the user sets.
 
-        With a base, which holds every field, they override the base.
+        base: every field of the Config, in place of its defaults.
         """
         config = self.config(1, base)
-        names: list[str] = []
+        names = []
         if self.preset:
             names += self.source.module("presets").PRESETS[self.preset]
-        names += [name for name, value in self.hyperparameters.items() if value != ""]
+        for name, value in self.hyperparameters.items():
+            if value != "":
+                names.append(name)
         return {name: getattr(config, name) for name in names}
 
     def config(self, world_size: int, base: Mapping[str, Scalar] | None = None) -> Any:
-        """The script's Config; base replaces the defaults."""
+        """The script's Config, which the source keeps; base replaces the defaults."""
         source = self.source
         base = base and dict(base)
-        values = json.dumps([self.preset, self.hyperparameters, base])
+        key = json.dumps([self.preset, self.hyperparameters, base])
         with about("hyperparameters", self.hyperparameters), source.running():
-            if values not in source.configs:
-                presets = source.module("presets").PRESETS
-                if self.preset is not None and self.preset not in presets:
-                    raise unknown_preset(self.preset, ["auto", *presets])
-                make_config = source.module("config").make_config
-                source.configs[values] = make_config(self.hyperparameters, self.preset, base)
-            source.configs[values].check_world_size(world_size)
-        return source.configs[values]
+            config = source.configs.get(key)
+            if config is None:
+                config = self._make_config(source, base)
+                source.configs[key] = config
+            config.check_world_size(world_size)
+        return config
+
+    def _make_config(self, source: Source, base: Mapping[str, Scalar] | None) -> Any:
+        presets = source.module("presets").PRESETS
+        if self.preset is not None and self.preset not in presets:
+            raise unknown_preset(self.preset, ["auto", *presets])
+        return source.module("config").make_config(self.hyperparameters, self.preset, base)
 
     def metric_definitions(self) -> list[dict[str, str]]:
         with self.source.running():
             return list(self.source.module("metrics").metric_definitions())
+
+
+def field_error(error: ValidationError, values: Mapping[str, Any]) -> InputError:
+    """The error for the first field that pydantic refused; values are those of all fields."""
+    details = error.errors()[0]
+    name, *inner = map(str, details["loc"])
+    problem = must_be(details["msg"])
+    value = details["input"]
+    if details["type"] == "missing":
+        problem = "is missing"
+        value = None
+    elif details["type"] == "extra_forbidden":
+        problem = "there is no such field"
+    if name != "hyperparameters" or not inner:
+        return InputError(problem, field=name, value=value)
+
+    if len(inner) > 1:  # the second is one of the kinds that a value may have
+        problem = "must be a finite number, a text, or True or False"
+    refusal = InputError(f"{inner[0]}={value!r}: {problem}")
+    refusal.field = name
+    refusal.value = values[name]
+    return refusal
 
 
 class TrainingJob(Request):
