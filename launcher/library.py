@@ -59,35 +59,38 @@ class Job(TrackedJob):
         return self._last
 
     @property
-    def _known(self) -> JobDescription:
+    def _description(self) -> JobDescription:
+        """The state of the job: the last one, if it can change no more, else the state now."""
         last = self._last
-        ended = last and not (last.is_running or last.has_open_pool(time.time()))
-        return last if last and ended else self.describe()
+        if last is None or last.is_running or last.has_open_pool(time.time()):
+            return self.describe()
+        return last
 
     @property
     def name(self) -> str | None:
         """The name from the request, if it has one."""
-        return self._known.name
+        return self._description.name
 
     @property
     def status(self) -> str:
         """InProgress, Stopping, Completed, Failed or Stopped."""
-        return self._known.status
+        return self._description.status
 
     @property
     def cost(self) -> float | None:
         """USD so far or in total; None on this machine, or if the price is unknown."""
-        return self._known.cost
+        return self._description.cost
 
     @property
     def forecast(self) -> Expected | None:
         """The loss that was forecast for it before it was launched; None if none was."""
-        return self._known.expected
+        return self._description.expected
 
     @property
     def url(self) -> str | None:
         """The job's page in the AWS console; None for a job on this machine."""
-        return backend_for(self._known.instance, self.settings).console_link(self.id)
+        backend = backend_for(self._description.instance, self.settings)
+        return backend.console_link(self.id)
 
     def wait(self, timeout: float | None = None) -> Job:
         """Wait until the job ends, and return it; timeout is in seconds.
@@ -136,7 +139,10 @@ class Job(TrackedJob):
         A model that has learned from conversations answers the prompt; the text is its answer.
         """
         text = self._answer(prompt, max_new_tokens=max_new_tokens, **sampling)
-        return text if prompt is None or self._loaded[1].chats else prompt + text
+        _, tokenizer = self._loaded
+        if prompt is None or tokenizer.chats:
+            return text
+        return prompt + text
 
     def chat(self, messages: Sequence[Mapping[str, str]], **sampling: Any) -> str:
         """The answer to a conversation: [{"role": "user", "content": "Hello"}, ...].
@@ -216,14 +222,12 @@ class Job(TrackedJob):
 
         Raises NotYours if the job is somebody else's, unless confirmed.
         """
-        description, files = self.files()
+        files = self.files(keep_model)
         if not confirmed:
-            check_yours(description, self.settings)
-        uris = list(files)
+            check_yours(files.job, self.settings)
         if keep_model:
-            fetch.keep_model(description, self.settings)
-            uris.remove(self.models_uri)
-        self.remove(uris)
+            fetch.keep_model(files.job, self.settings)
+        self.remove(files.sizes)
         self._last = None
 
     def resume(self, *, confirmed: bool = False, **changes: Any) -> Job:
@@ -233,11 +237,11 @@ class Job(TrackedJob):
     def _repr_html_(self) -> str:
         try:
             description = self.describe()
-            curve = None
-            with suppress(ServiceError):  # that of an old job may have expired
-                curve = self.curve()
         except LauncherError as error:
             return f"<pre>{escape(str(error))}</pre>"
+        curve = None
+        with suppress(LauncherError):  # that of an old job may have expired
+            curve = self.curve()
         return card(description, curve)
 
 
@@ -250,17 +254,20 @@ class Plan(launching.Plan):
 
 
 def path_or_none(path: str | Path | None) -> Path | None:
-    return None if path is None else path_of(plain(path))
+    if path is None:
+        return None
+    return path_of(plain(path))
 
 
 def with_full_ids(request: Request, settings: Settings) -> Request:
-    """The request, with full ids of the jobs that it names."""
+    """The request with the full ids of the jobs that it names."""
     ids = {}
     if request.resume is not None:
         with about("resume", request.resume):
             ids["resume"] = full_id(request.resume, settings, acts=True)
     for name in ("init_from", "teacher"):
-        if (model := getattr(request, name)) is not None:
+        model = getattr(request, name)
+        if model is not None:
             with about(name, model):
                 ids[name] = full_id(model, settings, reads="model")
     return request.model_copy(update=ids)
@@ -325,7 +332,7 @@ def sweep(
 def job(reference: str = "latest", settings: Settings | None = None) -> Job:
     """The job with a full id, a name or a part of an id, or `latest`.
 
-    Only a full id may be of somebody else's job; it is not looked for before the job is used.
+    A full id may be that of somebody else's job. It is not looked up before the job is used.
     """
     settings = settings or load_settings()
     job_id = full_id(plain(reference), settings)
@@ -341,9 +348,10 @@ def jobs(
     everyone: bool = False,
     settings: Settings | None = None,
 ) -> list[Job]:
-    """Your jobs, or everyone's in the account, newest first. Reads no more than it is asked for.
+    """Your jobs, or everyone's in the account, newest first; limit: so many at most.
 
-    Warns of jobs that cannot be read, and if SageMaker cannot be asked.
+    It reads no more jobs than it returns. It warns of jobs that cannot be read, and if SageMaker
+    does not answer.
     """
     if status not in (None, *STATUSES):
         raise InputError(f"must be one of {', '.join(STATUSES)}", "", "status", status)

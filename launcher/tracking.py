@@ -16,13 +16,24 @@ from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.finding import find
-from sm_nanogpt.launcher.sagemaker import cost
-from sm_nanogpt.launcher.sagemaker.cost import Prices
+from sm_nanogpt.launcher.instances import Price
+from sm_nanogpt.launcher.sagemaker.cost import Prices, cost_of
 from sm_nanogpt.launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
 
-FileSizes = Mapping[str, Mapping[str, int]]  # bytes by file, by directory or prefix
+
+@dataclass(frozen=True)
+class JobFiles:
+    """The files of a job that has ended."""
+
+    job: JobDescription
+    sizes: Mapping[str, Mapping[str, int]]  # bytes by file, by directory or prefix
+
+    @property
+    def size(self) -> int:
+        """The bytes of all."""
+        return sum(sum(files.values()) for files in self.sizes.values())
 
 
 @dataclass(unsafe_hash=True)
@@ -77,13 +88,16 @@ class TrackedJob:
         """
         if follow and tail is not None:
             raise InputError("cannot be combined with follow", field="tail", value=tail)
-        return self.find()[0].logs(self.id, follow, raw, tail)
+        backend, _ = self.find()
+        return backend.logs(self.id, follow, raw, tail)
 
     def curve(self, with_samples: bool = False) -> Curve:
         """The training curve so far, with the samples of the log if asked."""
-        backend = self.find()[0]
+        backend, _ = self.find()
         rows, source = backend.curve(self.id)
-        samples = samples_of_log(backend.logs(self.id, follow=False)) if with_samples else {}
+        samples = {}
+        if with_samples:
+            samples = samples_of_log(backend.logs(self.id, follow=False))
         return Curve(self.id, source, rows, samples)
 
     def stop(self, *, confirmed: bool = False) -> JobDescription:
@@ -102,11 +116,13 @@ class TrackedJob:
         return description
 
     def wait_for_end(self, timeout: float | None = None) -> JobDescription:
-        """The state in which the job has ended, however that was; timeout is in seconds.
+        """Wait until the job ends, and return its state; timeout is in seconds.
 
         Raises ServiceError if it still runs then.
         """
-        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        deadline = math.inf
+        if timeout is not None:
+            deadline = time.monotonic() + timeout
         backend, description = self.find()
         is_pending = False
         while description.is_running:
@@ -114,56 +130,67 @@ class TrackedJob:
                 is_pending = True
                 description.log_pending()
             if time.monotonic() > deadline:
-                still = f"job {self.id} is still {description.status}"
-                raise ServiceError(f"{still} after {timeout} s")
+                problem = f"job {self.id} is still {description.status} after {timeout} s"
+                raise ServiceError(problem)
             time.sleep(backend.poll_seconds)
-            ask = partial(backend.describe, self.id)
-            if backend.is_remote:  # also through an outage
-                ask = partial(
-                    patiently,
-                    ask,
-                    job_id=self.id,
-                    code="job-goes-on",
-                    bills=backend.bills,
-                    deadline=deadline,
-                )
-            description = ask() or self.find()[1]  # which says that it is gone
+            description = self.poll(backend, deadline)
+        return description
+
+    def poll(self, backend: Backend, deadline: float) -> JobDescription:
+        """The state of the job now; through an outage, ask a remote backend until the deadline.
+
+        deadline is in time.monotonic() seconds.
+        """
+        describe = partial(backend.describe, self.id)
+        if backend.is_remote:
+            description = patiently(
+                describe,
+                job_id=self.id,
+                code="job-goes-on",
+                bills=backend.bills,
+                deadline=deadline,
+            )
+        else:
+            description = describe()
+        if description is None:
+            _, description = self.find()  # raises Missing, with where it was looked for
         return description
 
     # -- its files --------------------------------------------------------------------------------
 
-    @property
-    def models_uri(self) -> str:
-        """The directory of its fetched models."""
-        return storage.to_uri(self.settings.models_dir / self.id)
+    def files(self, keep_model: bool = False) -> JobFiles:
+        """The files to delete with the job, those of its fetched models first.
 
-    def files(self) -> tuple[JobDescription, FileSizes]:
-        """The ended job, and its files, of which those of its fetched models come first.
-
-        Raises ServiceError if they cannot be deleted, for example since it runs.
+        keep_model: without those of its fetched models. Raises ServiceError if they cannot be
+        deleted, for example since the job runs.
         """
         backend, description = self.find()
         if description.is_running:
             raise still_runs(description, self.settings)
-        locations = [self.models_uri, *backend.directories(self.id)]
+        locations = list(backend.directories(self.id))
+        if not keep_model:
+            locations.insert(0, storage.to_uri(self.settings.models_dir / self.id))
         problem = ""
         if description.has_open_pool(time.time()):  # AWS would refuse, after the files are gone
             limit = description.keep_alive
             problem = f"job {self.id} has a warm pool for up to {limit} s after its end"
             problem += "; delete it then"
-        for path in filter(None, map(storage.local_path, locations)):
-            if path.is_symlink():  # it may lead to files that are not ours
+        for location in locations:
+            path = storage.local_path(location)
+            if path is not None and path.is_symlink():  # it may lead to files that are not ours
                 problem = f"{path} is a link; remove it by hand"
         if problem:
             raise ServiceError(problem)
-        return description, {uri: storage.list_files(uri, self.settings) for uri in locations}
+
+        sizes = {location: storage.list_files(location, self.settings) for location in locations}
+        return JobFiles(description, sizes)
 
     def remove(self, uris: Iterable[str]) -> None:
         """Delete these directories of the job, and then the job.
 
         After an interruption the job is still there, and can be deleted again.
         """
-        backend = self.find()[0]
+        backend, _ = self.find()
         for uri in uris:
             storage.remove(uri, self.settings)
         backend.forget(self.id)
@@ -171,27 +198,38 @@ class TrackedJob:
 
 def with_costs(jobs: Sequence[JobDescription], settings: Settings) -> list[JobDescription]:
     """The descriptions with the cost of each job that is billed and whose price is known."""
-    instances = {job.instance for job in jobs if job.is_placed}
-    billed = sorted(instance for instance in instances if backend_class(instance).bills)
-    if not billed:
-        return list(jobs)
-    prices = Prices(settings)
-    price_of = {instance: prices.of(instance) for instance in billed}
+    price_of = prices_of({job.instance for job in jobs if job.is_placed}, settings)
     now = time.time()
-    priced = list[JobDescription]()
+    priced = []
     for job in jobs:
         price = price_of.get(job.instance)
         if price is not None:
-            job = replace(job, cost=cost.cost_of(job, price, now), price=price)
+            job = replace(job, cost=cost_of(job, price, now), price=price)
         priced.append(job)
-    unknown = [instance for instance, price in price_of.items() if price is None]
-    if unknown:
-        logger.info(f"the price of {' and '.join(unknown)} in {prices.region} is unknown")
     return priced
 
 
+def prices_of(instances: Iterable[str], settings: Settings) -> dict[str, Price]:
+    """The known prices of the instances that are billed; logs which are unknown."""
+    billed = sorted(instance for instance in instances if backend_class(instance).bills)
+    if not billed:
+        return {}
+    prices = Prices(settings)
+    price_of = {}
+    unknown = []
+    for instance in billed:
+        price = prices.of(instance)
+        if price is None:
+            unknown.append(instance)
+        else:
+            price_of[instance] = price
+    if unknown:
+        logger.info(f"the price of {' and '.join(unknown)} in {prices.region} is unknown")
+    return price_of
+
+
 class NotYours(InputError):
-    """Somebody else owns a job that would be stopped or deleted: `owner`, None if not known."""
+    """Somebody else owns a job that would be stopped or deleted. `owner` is who."""
 
 
 def other_owner(job: JobDescription, settings: Settings) -> str:
@@ -203,12 +241,14 @@ def other_owner(job: JobDescription, settings: Settings) -> str:
 def still_runs(job: JobDescription, settings: Settings) -> ServiceError:
     """The error for a running job that has to end first, with its owner if that is another user."""
     problem = f"job {job.job_id} is {job.status}"
-    if owner := other_owner(job, settings):
+    owner = other_owner(job, settings)
+    if owner:
         problem += f", and belongs to {owner}"
     return ServiceError(problem, "job-is-running", job_id=job.job_id)
 
 
 def check_yours(job: JobDescription, settings: Settings) -> None:
     """Raise NotYours if somebody else owns a job."""
-    if owner := other_owner(job, settings):
+    owner = other_owner(job, settings)
+    if owner:
         raise NotYours(f"job {job.named} belongs to {owner}", "not-yours", owner=owner)

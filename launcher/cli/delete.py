@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,9 +24,9 @@ from sm_nanogpt.launcher.errors import InputError, ServiceError, did_you_mean
 from sm_nanogpt.launcher.values import counted, in_units
 
 if TYPE_CHECKING:
-    from sm_nanogpt.launcher.description import JobDescription
     from sm_nanogpt.launcher.settings import Settings
     from sm_nanogpt.launcher.text.uploads import Stored
+    from sm_nanogpt.launcher.tracking import JobFiles
 
 
 @click.command("data", cls=Command)
@@ -155,50 +154,34 @@ def delete_sweep(group: str, settings: Settings, keep_model: bool, yes: bool) ->
             path.unlink()
 
 
-@dataclass(frozen=True)
-class DoomedJob:
-    """A job that is to be deleted, and the bytes of its files, by directory and file."""
-
-    description: JobDescription
-    sizes: Mapping[str, Mapping[str, int]]
-
-    @property
-    def size(self) -> int:
-        return sum(sum(files.values()) for files in self.sizes.values())
-
-
 def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, yes: bool) -> None:
     """Delete jobs with their files, after confirmation."""
     from sm_nanogpt.launcher.models.fetch import keep_model as fetch
     from sm_nanogpt.launcher.tracking import TrackedJob
 
-    jobs = []
+    files_of = {}
     for job_id in dict.fromkeys(job_ids):
-        tracked = TrackedJob(job_id, settings)
-        description, sizes = tracked.files()
-        if keep_model:
-            sizes = {uri: files for uri, files in sizes.items() if uri != tracked.models_uri}
-        jobs.append(DoomedJob(description, sizes))
-    for job in jobs:
-        note_files(job, settings)
+        files_of[job_id] = TrackedJob(job_id, settings).files(keep_model)
+    for files in files_of.values():
+        note_files(files, settings)
     agree("Delete these files?", yes)
-    for job in jobs:
+    for job_id, files in files_of.items():
         if keep_model:
-            click.echo(fetch(job.description, settings))
-        TrackedJob(job.description.job_id, settings).remove(job.sizes)
-        note(f"deleted {job.description.job_id}: {in_units(job.size)}")
+            click.echo(fetch(files.job, settings))
+        TrackedJob(job_id, settings).remove(files.sizes)
+        note(f"deleted {job_id}: {in_units(files.size)}")
 
 
-def note_files(job: DoomedJob, settings: Settings) -> None:
+def note_files(files: JobFiles, settings: Settings) -> None:
     """Print whose job it is, and how much each of its directories holds."""
     from sm_nanogpt.launcher.tracking import other_owner
 
-    owner = other_owner(job.description, settings)
+    owner = other_owner(files.job, settings)
     of_owner = f", of {owner}" if owner else ""
-    note(f"{job.description.named}, {job.description.status}{of_owner}:")
-    for directory, files in job.sizes.items():
-        if files:
-            note(f"  {in_units(sum(files.values())):>8} in {len(files)} files: {directory}")
+    note(f"{files.job.named}, {files.job.status}{of_owner}:")
+    for directory, sizes in files.sizes.items():
+        if sizes:
+            note(f"  {in_units(sum(sizes.values())):>8} in {len(sizes)} files: {directory}")
 
 
 def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
@@ -237,7 +220,8 @@ def check_unused(upload: Stored, settings: Settings) -> None:
     from sm_nanogpt.launcher.tracking import TrackedJob, other_owner
 
     for job_id in upload.running:
-        owner = other_owner(TrackedJob(job_id, settings).find()[1], settings)
+        _, description = TrackedJob(job_id, settings).find()
+        owner = other_owner(description, settings)
         of_owner = f" of {owner}" if owner else ""
         problem = f"job {job_id}{of_owner} is reading {upload.name}"
         raise ServiceError(problem, "job-is-running", job_id=job_id)

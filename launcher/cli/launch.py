@@ -407,7 +407,8 @@ def follow_job(job_id: str, settings: Settings, stops: bool, costs: str) -> None
         if not stops:
             note(f"the job keeps running{costs}; {remedy('job-goes-on', {'job_id': job_id})}")
             return
-        if job.find()[1].is_running:
+        _, description = job.find()
+        if description.is_running:
             job.stop()
         try:
             # Stop first: printing fails if the terminal was closed.
