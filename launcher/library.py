@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from sm_nanogpt.launcher.files.storage import path_of, write_bytes
 from sm_nanogpt.launcher.finding import Listing, find, full_id
 from sm_nanogpt.launcher.forecast import forecasting
 from sm_nanogpt.launcher.groups.plan import plan_sweep
+from sm_nanogpt.launcher.groups.ranking import best_first
 from sm_nanogpt.launcher.groups.run import begin_sweep
 from sm_nanogpt.launcher.job import FULL_ID, Expected, Request
 from sm_nanogpt.launcher.launching import launch as launching
@@ -321,12 +321,10 @@ def sweep(
     if not confirmed and plan.backend.bills:
         check_confirmed(plan.worst_cost, request.max_cost, settings)
     events = begin_sweep(plan)
-    logger.info(f"sweep: {plan.group}")
+    logger.info(f"sweep: {plan.group.id}")
     for event in events:
         logger.info(f"{event.job_id} {event.what_happened}")
-    newest = [jobs[-1] for jobs in plan.tries.values()]
-    newest.sort(key=lambda job: math.inf if job.best_loss is None else job.best_loss)
-    return [Job(description.job_id, settings) for description in newest]
+    return [Job(job.job_id, settings) for job in best_first(plan.group.newest)]
 
 
 def job(reference: str = "latest", settings: Settings | None = None) -> Job:

@@ -6,7 +6,7 @@ from typing import Any
 
 from sm_nanogpt import Settings
 from sm_nanogpt.launcher.description import JobDescription
-from sm_nanogpt.launcher.groups.sweep import Sweep, open_ledger, write_sweep
+from sm_nanogpt.launcher.groups.sweep import Sweep, SweepLedger
 
 GROUP = "sm-nanogpt-20260101-000000-abcdef"
 
@@ -21,4 +21,4 @@ def described(job_id: str, status: str = "Completed", **values: Any) -> JobDescr
 
 def record(sweep: Sweep, settings: Settings) -> None:
     """Write that a sweep was launched from this machine."""
-    write_sweep(open_ledger(GROUP, settings), sweep)
+    SweepLedger(GROUP, settings).ask(sweep)

@@ -77,7 +77,7 @@ def jobs_command(
     """
     from sm_nanogpt.launcher.finding import Listing
     from sm_nanogpt.launcher.groups.find import find_group
-    from sm_nanogpt.launcher.groups.sweep import recorded_sweep
+    from sm_nanogpt.launcher.groups.sweep import SweepLedger
     from sm_nanogpt.launcher.tracking import with_costs
     from sm_nanogpt.launcher.views.job_fields import data_of
 
@@ -98,7 +98,7 @@ def jobs_command(
     if as_json:
         print_json([data_of(job) for job in selected])
     elif members is not None and not members.is_search:
-        print_ranking(members.tries, recorded_sweep(members.id, settings))
+        print_ranking(members, SweepLedger(members.id, settings).sweep)
     elif selected:
         print_jobs(selected, everyone)
     elif not (listing.failure or listing.unreadable or status):

@@ -13,8 +13,7 @@ from sm_nanogpt.launcher.cli.show import note, print_table
 from sm_nanogpt.launcher.errors import ServiceError
 
 if TYPE_CHECKING:
-    from sm_nanogpt.launcher.description import JobDescription
-    from sm_nanogpt.launcher.groups.find import Tries
+    from sm_nanogpt.launcher.groups.find import JobGroup
     from sm_nanogpt.launcher.groups.plan import SweepPlan
     from sm_nanogpt.launcher.groups.ranking import Rank
     from sm_nanogpt.launcher.groups.run import Event
@@ -35,8 +34,8 @@ def run_sweep(plan: SweepPlan, yes: bool) -> None:
     if plan.backend.bills:
         agree_to_worst_cost(plan, yes)
     events = begin_sweep(plan)
-    click.echo(plan.group)
-    again = ["launch", "--resume", plan.group]
+    click.echo(plan.group.id)
+    again = ["launch", "--resume", plan.group.id]
     needs_money = False
     try:
         for event in events:
@@ -51,9 +50,8 @@ def run_sweep(plan: SweepPlan, yes: bool) -> None:
             goes_on = f"`{command(*again)}` continues the sweep"
         raise KeyboardInterrupt(*error.args, goes_on) from None
 
-    print_ranking(plan.tries, sweep, err=True)
-    newest = [jobs[-1] for jobs in plan.tries.values()]
-    n_completed = sum(job.status == "Completed" for job in newest)
+    print_ranking(plan.group, sweep, err=True)
+    n_completed = sum(job.status == "Completed" for job in plan.group.newest)
     if n_completed < len(sweep.members):
         if needs_money:
             again += ["--max-cost", "USD"]
@@ -80,7 +78,7 @@ def stop_jobs(plan: SweepPlan) -> None:
     from sm_nanogpt.launcher.tracking import TrackedJob
 
     note("stopping the running jobs after a checkpoint")
-    group = find_group(plan.group, plan.settings)
+    group = find_group(plan.group.id, plan.settings)
     for job in stop_group(group, plan.settings):
         TrackedJob(job.job_id, plan.settings).wait_for_end()
 
@@ -98,14 +96,17 @@ def line_of(event: Event, sweep: Sweep) -> str:
     return f"{job} {event.what_happened}: {settings}{reason}"
 
 
-def print_ranking(tries: Tries, sweep: Sweep | None, err: bool = False) -> None:
-    """Print the configurations of a sweep by their best loss, with its spread over seeds."""
-    from sm_nanogpt.launcher.groups.ranking import ranking
+def print_ranking(group: JobGroup, sweep: Sweep | None, err: bool = False) -> None:
+    """Print the configurations of a sweep by their best loss, with its spread over seeds.
 
-    # Without a record, it was launched from another machine.
-    numbers = sweep.numbers if sweep else sorted(tries)
-    newest = [tries[number][-1] if tries.get(number) else None for number in numbers]
-    ranks = ranking(newest, sweep.members if sweep else None)
+    sweep: what was asked for; None if the sweep was launched from another machine.
+    """
+    from sm_nanogpt.launcher.groups.ranking import differing_values, ranking
+
+    if sweep is None:
+        ranks = ranking(group.newest, differing_values(group.newest))
+    else:
+        ranks = ranking([group.last_try(number) for number in sweep.numbers], sweep.members)
     names = list(ranks[0].values) if ranks else []
     rows = [["RANK", "BEST LOSS", "SPREAD", "JOBS", *names, "BEST JOB"]]
     for position, rank in enumerate(ranks, 1):
@@ -125,8 +126,8 @@ def result_of(rank: Rank) -> list[str]:
 
 def best_job(rank: Rank) -> str:
     """The id of the job with the lowest loss."""
+    from sm_nanogpt.launcher.groups.ranking import best_first
 
-    def loss_of(job: JobDescription) -> float:
-        return math.inf if job.best_loss is None else job.best_loss
-
-    return min(rank.jobs, key=loss_of).job_id if rank.jobs else "-"
+    if not rank.jobs:
+        return "-"
+    return best_first(rank.jobs)[0].job_id

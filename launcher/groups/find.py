@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from sm_nanogpt.launcher.backends import Backend, backend_class, backend_for
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.finding import Listing, is_part, not_asked, similar_to
-from sm_nanogpt.launcher.groups.sweep import recorded_sweep
+from sm_nanogpt.launcher.groups.sweep import SweepLedger
 from sm_nanogpt.launcher.job import FULL_ID
 from sm_nanogpt.launcher.launching.names import Member, member_of, next_try, recorded_groups
 from sm_nanogpt.launcher.settings import Settings
@@ -24,11 +23,10 @@ Tries = dict[int, list[JobDescription]]  # the jobs of each member by its number
 
 @dataclass(frozen=True)
 class JobGroup:
-    """The jobs of a sweep, or those that make the runs of a search, each of which is a number of
-    its own. id is that of the sweep, or the name of the search."""
+    """The jobs of a sweep, or those that make the runs of a search, one for each number."""
 
-    id: str
-    tries: Tries
+    id: str  # of the sweep; of a search, its name
+    tries: Tries = field(default_factory=dict)
     is_search: bool = False
 
     @property
@@ -36,15 +34,21 @@ class JobGroup:
         """The last job of each number."""
         return [jobs[-1] for _, jobs in sorted(self.tries.items())]
 
+    def last_try(self, number: int) -> JobDescription | None:
+        """The last job of a number; None if it has none."""
+        jobs = self.tries.get(number)
+        return jobs[-1] if jobs else None
+
     @property
     def jobs(self) -> list[JobDescription]:
         return list(itertools.chain.from_iterable(self.tries.values()))
 
 
 def find_group(reference: str, settings: Settings, everyone: bool = False) -> JobGroup:
-    """The jobs of a sweep, from its name, the start or end of its id, the id or name of one of its
-    jobs, or `latest`; or those of a search, from its name. Without everyone, only a full id may be
-    somebody else's.
+    """The jobs of a sweep or of a search.
+
+    A sweep is named by its name, the start or end of its id, the id or name of one of its jobs, or
+    `latest`; a search by its name. Without everyone, only a full id may be somebody else's.
     """
     listing = Listing(settings, everyone or FULL_ID.fullmatch(reference) is not None)
     jobs = list(listing)
@@ -52,45 +56,63 @@ def find_group(reference: str, settings: Settings, everyone: bool = False) -> Jo
     part = part_of_id(reference, jobs)
     if reference == "latest" and groups:
         part = groups[0]
+    if listing.failure is not None and (reference == "latest" or part not in groups):
+        raise listing.failure  # the sweep may be one that was not listed
     matches = [group for group in groups if is_part(part, group)]
-    group = matches[0] if matches else ""
+    search = search_group(reference, jobs)
+    if search.tries and not matches:
+        return search
+    if len(matches) != 1:
+        raise no_such_sweep(reference, jobs, groups, matches, settings)
+
+    [group] = matches
     tries = tries_of(jobs, group)
     instance = instance_of_group(group, tries, settings)
-    is_remote = instance is not None and backend_class(instance).is_remote
-
-    if listing.failure is not None:
-        # The latest may be one of those that were not listed.
-        may_be_another = reference == "latest" or part not in groups
-        if may_be_another or is_remote:
+    if instance is not None and backend_class(instance).is_remote:
+        if listing.failure is not None:
             raise listing.failure
-    search_jobs = [job for job in jobs if job.search == reference]
-    if search_jobs and not matches:
-        by_number = {number: [job] for number, job in enumerate(reversed(search_jobs), 1)}
-        return JobGroup(reference, by_number, is_search=True)
+        add_unlisted(group, tries, backend_for(instance, settings))
+    for job in listing.unreadable:
+        if job.job_id.startswith(f"{group}-"):
+            logger.info(f"job {job.job_id} is left out: {job.error}")
+    return JobGroup(group, tries)
+
+
+def no_such_sweep(
+    reference: str,
+    jobs: Iterable[JobDescription],
+    groups: Sequence[str],
+    matches: Sequence[str],
+    settings: Settings,
+) -> InputError:
+    """The error for a reference to none of the groups, or to several."""
     if not groups:
-        raise InputError(f"there are no sweeps yet{not_asked(settings)}", "no-such-sweep")
-    if not matches:
+        problem = f"there are no sweeps yet{not_asked(settings)}"
+    elif matches:
+        problem = f"{reference!r} matches {len(matches)} sweeps"
+    else:
         problem = f"{reference!r} matches no sweeps"
         suggestion = similar_to(reference, groups, group_names(jobs))
         if suggestion:
             problem += f"; {suggestion}"
-        raise InputError(problem, "no-such-sweep")
-    if len(matches) > 1:
-        raise InputError(f"{reference!r} matches {len(matches)} sweeps", "no-such-sweep")
+    return InputError(problem, "no-such-sweep")
 
-    for job in listing.unreadable:
-        member = member_of(job.job_id)
-        if member is not None and member.group == group:
-            logger.info(f"job {job.job_id} is left out: {job.error}")
-    if instance is not None and is_remote:
-        add_unlisted(group, tries, backend_for(instance, settings))
-    return JobGroup(group, tries)
+
+def search_group(name: str, jobs: Sequence[JobDescription]) -> JobGroup:
+    """The jobs, of these, that make the runs of the search with this name."""
+    jobs_of_search = [job for job in reversed(jobs) if job.search == name]
+    tries = {number: [job] for number, job in enumerate(jobs_of_search, 1)}
+    return JobGroup(name, tries, is_search=True)
 
 
 def groups_of(jobs: Iterable[JobDescription]) -> set[str]:
     """The ids of the sweeps of these jobs."""
-    members = [member_of(job.job_id) for job in jobs]
-    return {member.group for member in members if member is not None}
+    groups = set()
+    for job in jobs:
+        member = member_of(job.job_id)
+        if member is not None:
+            groups.add(member.group)
+    return groups
 
 
 def group_names(jobs: Iterable[JobDescription]) -> set[str]:
@@ -122,26 +144,27 @@ def instance_of_group(group: str, tries: Tries, settings: Settings) -> str | Non
     """Where the jobs of a sweep run; None if nothing says it."""
     for jobs in tries.values():
         return jobs[0].instance
-    sweep = recorded_sweep(group, settings) if group else None
-    return sweep.job.instance if sweep else None
+    sweep = SweepLedger(group, settings).sweep
+    return None if sweep is None else sweep.job.instance
 
 
 def tries_of(jobs: Iterable[JobDescription], group: str) -> Tries:
-    members = dict[Member, JobDescription]()
+    """The tries of each number of a sweep among these jobs."""
+    job_of = dict[Member, JobDescription]()
     for job in jobs:
         member = member_of(job.job_id)
         if member is not None and member.group == group:
-            members[member] = job
-    tries: Tries = defaultdict(list)
-    for member in sorted(members):
-        tries[member.number].append(members[member])
+            job_of[member] = job
+    tries: Tries = {}
+    for member in sorted(job_of):
+        tries.setdefault(member.number, []).append(job_of[member])
     return tries
 
 
 def add_unlisted(group: str, tries: Tries, backend: Backend) -> None:
-    """Add the jobs that exist but are not listed yet: ask for each member's next attempt.
+    """Add the jobs that exist but are not listed yet: ask for each number's next try.
 
-    Members start in order, so a number after the last known one that has no job is the end.
+    Numbers start in order, so one after the last known that has no job is the end.
     """
     for number in itertools.count(1):
         jobs = tries.setdefault(number, [])

@@ -39,16 +39,20 @@ class GroupLedger(Ledger):
         """
         with self.locked():
             if amount > self.free:
-                raise OverCeiling(f"this may cost {usd(amount)}, and {self.money}")
+                raise OverCeiling(f"this may cost {usd(amount)}, and {self.usage}")
             return self.write("reserved", job=job_id, usd=finite(amount), **facts)
 
     def note_sent(self, job_id: str) -> None:
         if not self.was_sent(job_id):
             self.add("sent", job=job_id)
 
-    def release(self, job_id: str) -> None:
-        """Note that a job that was to be sent does not exist, and costs nothing."""
+    def note_unsent(self, job_id: str) -> None:
+        """Note that a job was never sent, and so costs nothing."""
         self.settle(job_id, 0.0, status="NotSent")
+
+    def note_deleted(self, job_id: str) -> None:
+        """Note that a job was deleted, and with it what it cost: it counts as what it reserved."""
+        self.settle(job_id, None, status="Deleted")
 
     def settle(self, job_id: str, cost: float | None, **facts: Any) -> None:
         """Note what a job cost in USD, and what it gave; None: count what it reserved."""
@@ -100,7 +104,7 @@ class GroupLedger(Ledger):
         return self.unspent - self.reserved
 
     @property
-    def money(self) -> str:
+    def usage(self) -> str:
         """How the ceiling is used, for a message."""
         free = max(0.0, self.free)
         used = f"{self.spent:,.2f} spent, {self.reserved:,.2f} reserved"
@@ -109,4 +113,6 @@ class GroupLedger(Ledger):
 
 def finite(amount: float) -> float | None:
     """An amount as JSON has it: None for infinity."""
-    return None if math.isinf(amount) else amount
+    if math.isinf(amount):
+        return None
+    return amount

@@ -28,17 +28,13 @@ def cost_so_far(job: JobDescription, settings: Settings) -> float | None:
 
 
 def cost_with_earlier(job: JobDescription, backend: Backend, settings: Settings) -> float:
-    """USD of a job and of those that it resumes, which count for one that resumes it."""
-    earlier_cost = backend.job(job.job_id).earlier_cost
-    return (cost_so_far(job, settings) or 0.0) + (earlier_cost or 0.0)
+    """USD of a job and of those that it resumes: the earlier cost of a job that resumes it."""
+    cost = cost_so_far(job, settings) or 0.0
+    earlier_cost = backend.job(job.job_id).earlier_cost or 0.0
+    return cost + earlier_cost
 
 
 def settle(ledger: GroupLedger, job: JobDescription, settings: Settings) -> None:
-    """Note in the ledger what a job gave that has ended, and what it cost."""
+    """Note in the ledger what a job that has ended gave, and what it cost."""
     cost = cost_so_far(job, settings)
     ledger.settle(job.job_id, cost, status=job.status, loss=job.best_loss)
-
-
-def settle_deleted(ledger: GroupLedger, job_id: str) -> None:
-    """A job was deleted, and with it what it cost: count what it may have cost."""
-    ledger.settle(job_id, None, status="Deleted")

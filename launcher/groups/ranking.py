@@ -2,59 +2,63 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 from sm_nanogpt.launcher.description import JobDescription
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rank:
-    """The jobs of one configuration, which differ only in their seed. losses are in nats; n counts
-    the jobs that were not started too."""
+    """The jobs of one configuration, which differ only in their seed."""
 
     values: dict[str, Any]
-    losses: list[float]
-    jobs: list[JobDescription]
-    n: int
+    jobs: list[JobDescription] = field(default_factory=list)
+    n: int = 0  # with the jobs that were not started
+
+    @property
+    def losses(self) -> list[float]:
+        """The best validation losses of its jobs, in nats."""
+        return [job.best_loss for job in self.jobs if job.best_loss is not None]
 
     @property
     def loss(self) -> float:
-        return fmean(self.losses) if self.losses else float("inf")
+        return fmean(self.losses) if self.losses else math.inf
 
 
 def ranking(
-    jobs: Sequence[JobDescription | None], planned: Sequence[Mapping[str, Any]] | None = None
+    jobs: Iterable[JobDescription | None], configurations: Iterable[Mapping[str, Any]]
 ) -> list[Rank]:
     """The configurations of some jobs by their best validation loss, the lowest first.
 
-    planned: what was varied, for each job; None: what differs. A job is None until it is started.
+    A job is None until it is started.
     """
-    if planned is None:
-        planned = differing_values(jobs)
-    configurations: dict[str, dict[str, Any]] = {}
-    members: dict[str, list[JobDescription | None]] = defaultdict(list)
-    for job, values in zip(jobs, planned, strict=True):
+    ranks = dict[str, Rank]()
+    for job, values in zip(jobs, configurations, strict=True):
         without_seed = {name: value for name, value in values.items() if name != "seed"}
         key = repr(without_seed)  # in which 1, 1.0 and True differ
-        configurations[key] = without_seed
-        members[key].append(job)
-    ranks = [rank_of(values, members[key]) for key, values in configurations.items()]
-    return sorted(ranks, key=lambda rank: rank.loss)
+        rank = ranks.setdefault(key, Rank(without_seed))
+        rank.n += 1
+        if job is not None:
+            rank.jobs.append(job)
+    return sorted(ranks.values(), key=lambda rank: rank.loss)
 
 
-def rank_of(values: dict[str, Any], members: Sequence[JobDescription | None]) -> Rank:
-    jobs = [job for job in members if job is not None]
-    losses = [job.best_loss for job in jobs if job.best_loss is not None]
-    return Rank(values, losses, jobs, len(members))
+def best_first(jobs: Iterable[JobDescription]) -> list[JobDescription]:
+    """The jobs by their best validation loss, the lowest first, and those without one last."""
+
+    def loss_of(job: JobDescription) -> float:
+        return math.inf if job.best_loss is None else job.best_loss
+
+    return sorted(jobs, key=loss_of)
 
 
-def differing_values(jobs: Sequence[JobDescription | None]) -> list[dict[str, Any]]:
+def differing_values(jobs: Sequence[JobDescription]) -> list[dict[str, Any]]:
     """The hyperparameters of each job that are not the same in all."""
-    configurations = [job.hyperparameters if job is not None else {} for job in jobs]
+    configurations = [job.hyperparameters for job in jobs]
     names = differences(configurations)
     return [{name: values.get(name) for name in names} for values in configurations]
 
@@ -62,9 +66,8 @@ def differing_values(jobs: Sequence[JobDescription | None]) -> list[dict[str, An
 def differences(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names whose values are not the same in all configurations."""
     names = dict.fromkeys(name for values in configurations for name in values)
-    differing = []
-    for name in names:
-        values = {str(configuration.get(name)) for configuration in configurations}
-        if len(values) > 1:
-            differing.append(name)
-    return differing
+
+    def differs(name: str) -> bool:
+        return len({str(values.get(name)) for values in configurations}) > 1
+
+    return list(filter(differs, names))

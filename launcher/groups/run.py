@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from sm_nanogpt.launcher.aws import PATIENCE_SECONDS, OverQuota, QuotaWait, patiently
 from sm_nanogpt.launcher.backends import Backend
@@ -16,10 +16,10 @@ from sm_nanogpt.launcher.description import JobDescription, UnreadableJob
 from sm_nanogpt.launcher.errors import LauncherError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.groups.ledger import GroupLedger
-from sm_nanogpt.launcher.groups.money import own_worst_cost, settle, settle_deleted
+from sm_nanogpt.launcher.groups.money import own_worst_cost, settle
 from sm_nanogpt.launcher.groups.plan import SweepPlan
-from sm_nanogpt.launcher.groups.stop import is_stopped, lock_group, stop_mark, write_mark
-from sm_nanogpt.launcher.groups.sweep import write_sweep
+from sm_nanogpt.launcher.groups.stop import lock_group, may_run, stop_mark, write_mark
+from sm_nanogpt.launcher.groups.sweep import Sweep
 from sm_nanogpt.launcher.launching.launch import Plan
 from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
 from sm_nanogpt.launcher.settings import Settings
@@ -27,18 +27,19 @@ from sm_nanogpt.launcher.source import keep_source
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 NEWEST = 100  # jobs among which one is looked for that holds a quota
 
 
 @dataclass(frozen=True)
 class Event:
-    """A job of a group for the screen: what it continues when it starts, or how it ended; or what
-    keeps it from being started, its cost ceiling or a quota of the account."""
+    """A job of a group has started or ended, or an obstacle keeps it from being started."""
 
     number: int
     job_id: str
-    description: JobDescription | None = None
-    continued: str | None = None
+    description: JobDescription | None = None  # how it ended
+    continued: str | None = None  # the id of the job that it continues
     obstacle: CeilingTooLow | OverQuota | None = None
 
     @property
@@ -49,9 +50,11 @@ class Event:
         if self.obstacle is not None:
             return "is at its cost ceiling"
         if self.description is not None:
+            outcome = self.description.status.lower()
             loss = self.description.best_loss
-            result = f", best loss {loss:.5f}" if loss is not None else ""
-            return f"{self.description.status.lower()}{result}"
+            if loss is not None:
+                outcome += f", best loss {loss:.5f}"
+            return outcome
         if self.continued is not None:
             return f"continues {self.continued}"
         return "started"
@@ -61,31 +64,36 @@ def begin_sweep(plan: SweepPlan) -> Iterator[Event]:
     """Upload the text and record the sweep. Returns an iterator that runs it.
 
     It starts the jobs, `parallel` at a time, until all have ended, and yields each when it starts
-    and when it ends; one that is deleted meanwhile is logged, and leaves plan.tries. A job that
-    stopped or failed earlier continues from its checkpoint. A job that a quota of the account holds
-    back waits until another job ends. After an error, the jobs that run keep running.
+    and when it ends. plan.group gets those that have ended; a job that is deleted meanwhile is
+    logged, and leaves the group. A job that stopped or failed earlier continues from its
+    checkpoint. A job that a quota of the account holds back waits until another job ends. After an
+    error, the jobs that run keep running.
     """
-    if plan.plans:
-        first = next(iter(plan.plans.values()))
-        first.upload()
-        # What later tries read must be what the first one does, whatever is changed or launched
-        # meanwhile, and from any directory.
-        fixed: dict[str, Any] = {}
-        for name, channel in first.channels.items():
-            fixed[name] = channel.uri
-        if first.job.entry_point is not None:
-            fixed["entry_point"] = keep_source(first.job.source, plan.settings)
-        job = plan.sweep.job.model_copy(update=fixed)
-        plan.sweep = plan.sweep.model_copy(update={"job": job})
-    write_sweep(plan.ledger, plan.sweep)
+    if plan.first is not None:
+        plan.first.upload()
+        plan.sweep = with_inputs_of(plan.first, plan.sweep)
+    plan.ledger.ask(plan.sweep)
     return SweepRun(plan).events()
+
+
+def with_inputs_of(plan: Plan, sweep: Sweep) -> Sweep:
+    """The sweep with the uploaded texts and the kept folder of one of its jobs.
+
+    So later tries read what the first ones did, whatever is changed or launched meanwhile, and from
+    any directory.
+    """
+    inputs: dict[str, Any] = {name: channel.uri for name, channel in plan.channels.items()}
+    if plan.job.entry_point is not None:
+        inputs["entry_point"] = keep_source(plan.job.source, plan.settings)
+    job = sweep.job.model_copy(update=inputs)
+    return sweep.model_copy(update={"job": job})
 
 
 class GroupRun:
     """The jobs of a group while a command runs it, `parallel` at a time.
 
-    plans: the jobs to start, and running: the ids of those that run, by their numbers. name is that
-    of the group.
+    name is that of the group. waiting has the jobs to start, and running the ids of those that run,
+    by their numbers.
     """
 
     def __init__(
@@ -96,17 +104,11 @@ class GroupRun:
         self.backend = backend
         self.settings = settings
         self.parallel = parallel
-        self.plans = dict[int, Plan]()
-        self.waiting = list[int]()
+        self.waiting = dict[int, Plan]()
         self.running = dict[int, str]()
         self.quota_wait = QuotaWait()
         self.needs_money = False  # the next job waits for what a running one may give back
         self.pending = set[str]()  # jobs that wait for capacity, which was logged
-
-    def add(self, number: int, plan: Plan) -> None:
-        """Add a job to start."""
-        self.plans[number] = plan
-        self.waiting.append(number)
 
     def events(self) -> Iterator[Event]:
         """Start the jobs, and yield each when it starts and when it ends."""
@@ -119,43 +121,47 @@ class GroupRun:
                 yield from self.poll()
 
     def obey_stop(self) -> None:
-        """Start no other job if somebody has stopped the group."""
+        """Let no more jobs start if somebody has stopped the group."""
+
+    def patiently(self, call: Callable[[], T]) -> T:
+        """Ask a service about the group; through an outage of minutes, again and again."""
+        return patiently(call, job_id=self.name, code="", bills=self.backend.bills)
 
     # -- start ------------------------------------------------------------------------------------
 
     @property
     def may_start(self) -> bool:
+        """True if a job waits, and nothing holds it back."""
         has_room = len(self.running) < self.parallel
         is_held_back = self.needs_money or not self.quota_wait.may_send
         return bool(self.waiting) and has_room and not is_held_back
 
     def start_next(self) -> Iterator[Event]:
         """Start the next job, unless a quota or the ceiling holds it back."""
-        number = self.waiting[0]
-        job_id = self.plans[number].job_id
+        number, plan = next(iter(self.waiting.items()))
         try:
-            event = self.start(number)
+            self.start(number, plan)
         except OverQuota as quota:
-            is_first = self.quota_wait.note_refusal(quota, self.may_free_quota(number))
+            is_first = self.quota_wait.note_refusal(quota, self.may_free_quota(plan.job.instances))
             if is_first:
-                yield Event(number, job_id, obstacle=quota)
+                yield Event(number, plan.job_id, obstacle=quota)
         except CeilingTooLow as limit:
             if self.running:
                 self.needs_money = True
             else:
-                self.waiting.remove(number)
-                yield Event(number, job_id, obstacle=limit)
+                del self.waiting[number]
+                yield Event(number, plan.job_id, obstacle=limit)
         else:
-            self.waiting.remove(number)
+            del self.waiting[number]
+            self.running[number] = plan.job_id
             self.quota_wait.note_sent()
-            yield event
+            yield Event(number, plan.job_id, continued=plan.job.resume)
 
-    def may_free_quota(self, number: int) -> bool:
+    def may_free_quota(self, instances: Collection[str]) -> bool:
         """True if a job of the caller on these instances runs, of this group or of none, or ended
         minutes ago: SageMaker may count a job for a while after its end."""
         if self.running:
             return True
-        instances = self.plans[number].job.instances
         for job in islice(self.backend.list(), NEWEST):
             if isinstance(job, UnreadableJob) or job.instance not in instances:
                 continue
@@ -163,20 +169,17 @@ class GroupRun:
                 return True
         return False
 
-    def start(self, number: int) -> Event:
+    def start(self, number: int, plan: Plan) -> None:
         """Reserve what a job may cost, and send it. Raises OverQuota, CeilingTooLow, or as
         `Plan.submit`."""
-        plan = self.plans[number]
         self.reserve(number, plan)
         try:
             self.send(plan)
         except LauncherError as error:
             if error.code != "job-may-exist":
-                self.ledger.release(plan.job_id)
+                self.ledger.note_unsent(plan.job_id)
             raise
         self.ledger.note_sent(plan.job_id)
-        self.running[number] = plan.job_id
-        return Event(number, plan.job_id, continued=plan.job.resume)
 
     def reserve(self, number: int, plan: Plan) -> None:
         """Note in the ledger what a job may cost. Raises OverCeiling."""
@@ -193,28 +196,23 @@ class GroupRun:
     def poll(self) -> Iterator[Event]:
         """Ask about each job that runs. Yields those that have ended."""
         for number, job_id in list(self.running.items()):
-            describe = partial(self.backend.describe, job_id)
-            job = patiently(describe, job_id=self.name, code="", bills=self.backend.bills)
+            job = self.patiently(partial(self.backend.describe, job_id))
             if job is None:
                 logger.info(f"job {job_id} was deleted")
-                settle_deleted(self.ledger, job_id)
-                self.forget_try(number, job_id)
+                self.ledger.note_deleted(job_id)
                 self.note_end(number)
-                continue
-            self.note_try(number, job)
-            if not job.is_running:
+            elif job.is_running:
+                self.note_running(job)
+            else:
                 self.settle(job)
                 self.note_end(number)
                 yield Event(number, job_id, job)
-            elif job.secondary_status == "Pending" and job_id not in self.pending:
-                self.pending.add(job_id)
-                job.log_pending()
 
-    def note_try(self, number: int, job: JobDescription) -> None:
-        """Take the newest state of a job into account."""
-
-    def forget_try(self, number: int, job_id: str) -> None:
-        """Take into account that a job was deleted."""
+    def note_running(self, job: JobDescription) -> None:
+        """A job still runs. Log it, once, if it waits for capacity."""
+        if job.secondary_status == "Pending" and job.job_id not in self.pending:
+            self.pending.add(job.job_id)
+            job.log_pending()
 
     def settle(self, job: JobDescription) -> None:
         """Note in the ledger what a job gave that has ended."""
@@ -232,23 +230,29 @@ class SweepRun(GroupRun):
 
     def __init__(self, plan: SweepPlan) -> None:
         parallel = plan.sweep.parallel
-        super().__init__(plan.group, plan.ledger, plan.backend, plan.settings, parallel)
-        for number, member in plan.plans.items():
-            self.add(number, member)
-        for number, jobs in plan.tries.items():
-            if jobs[-1].is_running:
-                self.running[number] = jobs[-1].job_id
+        super().__init__(plan.group.id, plan.ledger, plan.backend, plan.settings, parallel)
         self.plan = plan
+        self.tries = plan.group.tries  # of each number, those that have ended
         self.was_stopped = False
         self.mark = ""
+        self.waiting.update(plan.plans)
+        for number, jobs in list(self.tries.items()):
+            if jobs[-1].is_running:
+                self.running[number] = jobs.pop().job_id
+            if not jobs:
+                del self.tries[number]
 
     def events(self) -> Iterator[Event]:
         with self.plan.lock or lock_group(self.name, self.settings):
             for number, limit in self.plan.unaffordable.items():
                 job_id = self.plan.next_member(number).job_id
                 yield Event(number, job_id, obstacle=limit)
-            self.allow_starts()
-            yield from super().events()
+            if self.waiting or self.running:
+                self.allow_starts()
+            for event in super().events():
+                if event.description is not None:
+                    self.tries.setdefault(event.number, []).append(event.description)
+                yield event
 
     # -- stop -------------------------------------------------------------------------------------
 
@@ -259,27 +263,18 @@ class SweepRun(GroupRun):
 
     def job_directory(self) -> str:
         """The directory or prefix of a job of the sweep."""
-        for plan in self.plans.values():
-            return storage.join(plan.backend.settings.data_store, "jobs", plan.job_id)
-        for jobs in self.plan.tries.values():
-            return self.backend.directories(jobs[0].job_id)[0]
-        return ""
+        if self.plan.first is None:
+            job_id = next(iter(self.running.values()))
+            return self.backend.directories(job_id)[0]
+        data_store = self.plan.first.backend.settings.data_store
+        return storage.join(data_store, "jobs", self.plan.first.job_id)
 
     def obey_stop(self) -> None:
-        self.was_stopped = is_stopped(self.name, self.mark, self.settings, self.backend.bills)
+        self.was_stopped = not self.patiently(partial(may_run, self.mark, self.settings))
         if self.was_stopped:
             self.waiting.clear()
 
-    # -- its tries --------------------------------------------------------------------------------
-
-    def note_try(self, number: int, job: JobDescription) -> None:
+    def note_running(self, job: JobDescription) -> None:
+        super().note_running(job)
         if self.was_stopped and job.status == "InProgress":
             self.backend.stop(job.job_id)
-        self.forget_try(number, job.job_id)
-        self.plan.tries.setdefault(number, []).append(job)
-
-    def forget_try(self, number: int, job_id: str) -> None:
-        tries = self.plan.tries.pop(number, [])
-        others = [job for job in tries if job.job_id != job_id]
-        if others:
-            self.plan.tries[number] = others

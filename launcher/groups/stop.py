@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import IO
 
-from sm_nanogpt.launcher.aws import patiently
 from sm_nanogpt.launcher.backends import Backend, backend_for
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import ServiceError
@@ -17,8 +15,8 @@ from sm_nanogpt.launcher.tracking import check_yours
 
 
 def lock_group(group: str, settings: Settings) -> IO[str]:
-    """A file that keeps a second command of this machine from running the sweep while it is open.
-    Two would start each job twice.
+    """Open a file that keeps other commands of this machine from running the sweep, until it is
+    closed. Two commands would start each job twice. Raises ServiceError if another one runs it.
     """
     path = ledger_path(group, settings).with_suffix(".running")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,9 +28,11 @@ def lock_group(group: str, settings: Settings) -> IO[str]:
 
 
 def stop_mark(group: str, job_directory: str, settings: Settings) -> str:
-    """The file that says whether a sweep may start jobs. `run`: it may; any other content, or no
-    file: it may not. It is deleted with the sweep. Any machine may stop or delete a sweep, so for
-    SageMaker the file is in the store, beside `job_directory`, which holds the files of a job.
+    """The path or URI of the file that says whether a sweep may start jobs.
+
+    It may while the file holds `run`. Whoever deletes the sweep deletes the file. Any machine may
+    stop or delete a sweep on SageMaker, so its file is in the store, beside `job_directory`, which
+    has the files of one of its jobs.
     """
     if not job_directory.startswith("s3://"):
         return str(ledger_path(group, settings).with_suffix(".stop"))
@@ -44,10 +44,9 @@ def write_mark(mark: str, settings: Settings, *, may_run: bool) -> None:
     storage.write_bytes(mark, b"run" if may_run else b"stop", settings)
 
 
-def is_stopped(group: str, mark: str, settings: Settings, bills: bool) -> bool:
-    """True if somebody stopped or deleted the sweep. bills: its jobs cost money."""
-    read = partial(storage.read_bytes, mark, settings)
-    return patiently(read, job_id=group, code="", bills=bills) != b"run"
+def may_run(mark: str, settings: Settings) -> bool:
+    """False if somebody stopped or deleted the sweep."""
+    return storage.read_bytes(mark, settings) == b"run"
 
 
 def stop_group(
@@ -67,7 +66,9 @@ def stop_group(
     stopped = []
     try:
         for job in newest:
-            current = backend.describe(job.job_id) if job.is_running else None
+            if not job.is_running:
+                continue
+            current = backend.describe(job.job_id)
             if current is None or not current.is_running:
                 continue
             stopped.append(current)
@@ -81,4 +82,5 @@ def stop_group(
 
 def mark_of(group: JobGroup, backend: Backend, settings: Settings) -> str:
     """The mark of a sweep that has jobs."""
-    return stop_mark(group.id, backend.directories(group.newest[0].job_id)[0], settings)
+    directories = backend.directories(group.newest[0].job_id)
+    return stop_mark(group.id, directories[0], settings)

@@ -20,19 +20,18 @@ from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.values import plain
 
 Values = Mapping[str, Sequence[Scalar]]  # what a sweep varies, by name
+DEFAULT_SEED = 1337  # the first of a sweep's seeds
 MODEL_CHOICES = ("size", "preset")  # fields of a request that a sweep varies as hyperparameters
 
 
 class Sweep(Document):
-    """job is what all jobs of the sweep share, members what each varies; parallel run at a time.
+    """A grid of jobs. Its members are numbered from 1."""
 
-    share is what a job may cost, in USD, where neither its time limit nor the lack of a ceiling
-    says it: the same for all, so that all have the same time limit.
-    """
-
-    job: Request
-    members: list[dict[str, Scalar]]
-    parallel: Annotated[Count, Field(ge=1)]
+    job: Request  # what all of them share
+    members: list[dict[str, Scalar]]  # what each of them varies
+    parallel: Annotated[Count, Field(ge=1)]  # jobs that run at a time
+    # USD that each job may cost under a ceiling, without a time limit: the same for all, so that
+    # all get the same time limit.
     share: Positive | None = None
 
     @property
@@ -42,7 +41,9 @@ class Sweep(Document):
     @property
     def ceiling(self) -> float:
         """USD that all jobs may cost together."""
-        return math.inf if self.job.max_cost is None else self.job.max_cost
+        if self.job.max_cost is None:
+            return math.inf
+        return self.job.max_cost
 
     def fields_of(self, number: int) -> dict[str, Any]:
         """The fields of the request for a member."""
@@ -59,8 +60,21 @@ class Sweep(Document):
 # -- the grid --------------------------------------------------------------------------------------
 
 
+def members_of(request: Request, values: Mapping[str, Any], seeds: int) -> list[dict[str, Scalar]]:
+    """What each job of a new sweep varies: a combination of the values, and one of `seeds` seeds.
+
+    Raises InputError if the values are no lists, or the request sets one of their names too.
+    """
+    varied = {}
+    for name, name_values in values.items():
+        varied[name.replace("-", "_")] = list_values(name, name_values)
+    check_varied(varied, request, seeds)
+    first_seed = int(request.hyperparameters.get("seed", DEFAULT_SEED))
+    return grid(varied, seeds, first_seed)
+
+
 def list_values(name: str, values: Any) -> list[Any]:
-    """The values of a name: of a list, a range, an array, or anything else that yields them."""
+    """The values of a name, from a list, a range, an array, or anything else that yields them."""
     values = plain(values)
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise InputError(f"{name} needs a list of values, not {values!r}", field="sweep")
@@ -86,12 +100,12 @@ def is_scalar(value: Any) -> bool:
 def check_varied(varied: Values, request: Request, seeds: int) -> None:
     """Raise InputError if the request sets what a sweep varies. A size and a preset set the same
     hyperparameters, so they count as one."""
-    settled = set(request.hyperparameters)
+    set_by_request = set(request.hyperparameters)
     if seeds > 1:
-        settled.add("seed")
-    if any(name in request.explicit_fields() for name in MODEL_CHOICES):
-        settled.update(MODEL_CHOICES)
-    both = varied.keys() & settled
+        set_by_request.add("seed")
+    if not request.explicit_fields().keys().isdisjoint(MODEL_CHOICES):
+        set_by_request.update(MODEL_CHOICES)
+    both = varied.keys() & set_by_request
     if both:
         raise InputError("is given twice", "swept-and-set", "sweep", min(both))
     if varied.keys() >= set(MODEL_CHOICES):
@@ -108,30 +122,30 @@ def grid(varied: Values, seeds: int, first_seed: int) -> list[dict[str, Scalar]]
     return [dict(zip(values, combination, strict=True)) for combination in combinations]
 
 
-# -- in the ledger ---------------------------------------------------------------------------------
+# -- the ledger ------------------------------------------------------------------------------------
 
 
-def open_ledger(group: str, settings: Settings) -> GroupLedger:
-    return GroupLedger(ledger_path(group, settings))
+class SweepLedger(GroupLedger):
+    """The ledger of a sweep, by its id."""
 
+    def __init__(self, group: str, settings: Settings) -> None:
+        super().__init__(ledger_path(group, settings))
+        self.settings = settings
 
-def write_sweep(ledger: GroupLedger, sweep: Sweep) -> None:
-    ledger.path.parent.mkdir(parents=True, exist_ok=True)
-    ledger.add("asked", **sweep.model_dump(mode="json", exclude_unset=True))
+    def ask(self, sweep: Sweep) -> None:
+        """Note what is asked for from now on."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.add("asked", **sweep.model_dump(mode="json", exclude_unset=True))
 
-
-def read_sweep(ledger: GroupLedger, settings: Settings) -> Sweep | None:
-    """The sweep as it was asked for last; None if it was not launched from this machine."""
-    entries = ledger.of("asked")
-    if not entries:
-        return None
-    sweep = parse(entries[-1], Sweep, ledger.path)
-    if sweep.job.entry_point is None:
-        return sweep
-    folder = Path(find_moved(str(sweep.job.entry_point), settings))
-    job = sweep.job.model_copy(update={"entry_point": folder})
-    return sweep.model_copy(update={"job": job})
-
-
-def recorded_sweep(group: str, settings: Settings) -> Sweep | None:
-    return read_sweep(open_ledger(group, settings), settings)
+    @property
+    def sweep(self) -> Sweep | None:
+        """What was asked for last; None if the sweep was not launched from this machine."""
+        entries = self.of("asked")
+        if not entries:
+            return None
+        sweep = parse(entries[-1], Sweep, self.path)
+        if sweep.job.entry_point is None:
+            return sweep
+        folder = Path(find_moved(str(sweep.job.entry_point), self.settings))
+        job = sweep.job.model_copy(update={"entry_point": folder})
+        return sweep.model_copy(update={"job": job})

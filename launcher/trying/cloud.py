@@ -26,7 +26,7 @@ from sm_nanogpt.launcher.files.documents import Document
 from sm_nanogpt.launcher.files.ledger import Entry
 from sm_nanogpt.launcher.files.scratch import scratch
 from sm_nanogpt.launcher.groups.money import cost_so_far
-from sm_nanogpt.launcher.groups.run import Event, GroupRun
+from sm_nanogpt.launcher.groups.run import GroupRun
 from sm_nanogpt.launcher.instances import count_gpus
 from sm_nanogpt.launcher.job import DEFAULT_RUN_SECONDS, SEARCH_VARIABLE, Request
 from sm_nanogpt.launcher.launching import launch
@@ -221,7 +221,7 @@ class SageMakerRuns(GroupRun):
             plan = self.plan_job(job_id, self.stage, seconds, self.settings)
         else:
             plan = self.plan_first_job(job_id, self.stage)
-        self.add(1, plan)
+        self.waiting[1] = plan
 
     def end_stage(self) -> JobDescription:
         """The state in which the job has ended. Raises OverCeiling, and ServiceError if it was
@@ -235,9 +235,9 @@ class SageMakerRuns(GroupRun):
                 return event.description
         raise ServiceError(f"the job of search {self.name} was deleted; try again")
 
-    def start(self, number: int) -> Event:
+    def start(self, number: int, plan: Plan) -> None:
         with self.sending():
-            return super().start(number)
+            super().start(number, plan)
 
     def reserve(self, number: int, plan: Plan) -> None:
         cost, keys = cost_of_plan(plan), [list(run.key) for run in self.stage]

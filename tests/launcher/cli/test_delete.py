@@ -12,7 +12,7 @@ from launching import tree
 
 from sm_nanogpt import Request, Settings
 from sm_nanogpt.launcher.files import storage
-from sm_nanogpt.launcher.groups.sweep import Sweep, open_ledger, write_sweep
+from sm_nanogpt.launcher.groups.sweep import Sweep, SweepLedger
 from sm_nanogpt.launcher.launching.names import ledger_path
 
 
@@ -42,7 +42,7 @@ def test_delete_of_a_sweep_takes_all_tries_and_its_record(job, home, cli):
         shutil.copytree(job.directory, home / "jobs" / f"{group}-{name}")
     settings = Settings(home=home)
     sweep = Sweep(job=Request(instance="local"), members=[{}, {}], parallel=1)
-    write_sweep(open_ledger(group, settings), sweep)
+    SweepLedger(group, settings).ask(sweep)
     assert cli("delete", "--group", "abcdef", "--yes").code == 0
     assert [path.name for path in (home / "jobs").iterdir()] == [job.job_id]
     assert not ledger_path(group, settings).exists()

@@ -13,7 +13,7 @@ from sm_nanogpt import Settings
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.files.ledger import Ledger
 from sm_nanogpt.launcher.groups.ledger import GroupLedger
-from sm_nanogpt.launcher.groups.sweep import open_ledger
+from sm_nanogpt.launcher.groups.sweep import SweepLedger
 from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
 
 
@@ -74,7 +74,7 @@ def test_a_job_whose_cost_is_unknown_costs_what_it_reserved(ledger):
 
 def test_a_job_that_was_never_sent_costs_nothing(ledger):
     ledger.reserve("a", 1.5)
-    ledger.release("a")
+    ledger.note_unsent("a")
     ledger.reserve("a", 1.0)  # the same id, once more
     assert ledger.spent == 0.0
     assert ledger.reserved == 1.0
@@ -115,7 +115,7 @@ def test_a_sweep_survives_a_kill_at_every_write(cloud, cli, home, killed, write,
 
     jobs = [f"{group}-1", f"{group}-2"]
     assert sorted(cloud.sagemaker.jobs) == jobs
-    ledger = open_ledger(group, Settings(home=home))
+    ledger = SweepLedger(group, Settings(home=home))
     assert not ledger.open_reservations
     assert sorted(entry["job"] for entry in ledger.of("sent")) == jobs
     listed = json.loads(cli("jobs", "--group", group, "--json").good.out)
@@ -143,7 +143,7 @@ def test_a_used_up_ceiling_does_not_leave_running_jobs(cloud, cli, home, killed)
     """A member that was never started is at the ceiling; the command waits for the others."""
     group = killed(3)  # one job was sent
     [job_id] = cloud.sagemaker.jobs
-    ledger = open_ledger(group, Settings(home=home))
+    ledger = SweepLedger(group, Settings(home=home))
     ledger.add("settled", job="another", usd=0.5)
     ran = cli("launch", "--resume", group)
     assert ran.failed(1, "--max-cost USD")
@@ -155,11 +155,11 @@ def test_deleted_jobs_still_count_for_the_ceiling(cloud, cli, text_file, home):
     arguments = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--max-cost", "0.6")
     ran = cli("launch", arguments, "--max-run", "60", "--sweep", "n_layer=1,2").good
     group = ran.out.strip()
-    spent = open_ledger(group, Settings(home=home)).spent
+    spent = SweepLedger(group, Settings(home=home)).spent
     assert cli("delete", f"{group}-1", "--yes").good
     assert cli("launch", "--resume", group).good
     assert f"{group}-1-try2" in cloud.sagemaker.jobs
-    assert open_ledger(group, Settings(home=home)).spent > spent
+    assert SweepLedger(group, Settings(home=home)).spent > spent
 
 
 def files_below(path: Path) -> list[str]:

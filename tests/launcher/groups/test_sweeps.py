@@ -26,16 +26,14 @@ from sweeps import GROUP, record
 from sm_nanogpt import Settings
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.groups import run
-from sm_nanogpt.launcher.groups.find import find_group
+from sm_nanogpt.launcher.groups.find import JobGroup, find_group
 from sm_nanogpt.launcher.groups.plan import SweepPlan
 from sm_nanogpt.launcher.groups.stop import lock_group, stop_group
 from sm_nanogpt.launcher.groups.sweep import (
     Sweep,
+    SweepLedger,
     check_varied,
     grid,
-    open_ledger,
-    recorded_sweep,
-    write_sweep,
 )
 from sm_nanogpt.launcher.job import Request
 from sm_nanogpt.launcher.launching.launch import Plan
@@ -49,8 +47,7 @@ LOCAL = ("launch", "--instance", "local")
 
 def member_plan(sweep: Sweep, number: int, settings: Settings) -> Plan:
     """The next job of a member."""
-    ledger = open_ledger(GROUP, settings)
-    return SweepPlan(GROUP, sweep, settings, ledger, {}).prepare_member(number)
+    return SweepPlan(JobGroup(GROUP), sweep, settings).plan_member(number, math.inf)
 
 
 def test_a_grid_has_each_combination_with_each_seed():
@@ -116,7 +113,7 @@ def recorded(home):
             job=Request(**{"instance": "local", **job}), members=[*members] or [{}], parallel=1
         )
         record(sweep, settings)
-        recorded = recorded_sweep(GROUP, settings)
+        recorded = SweepLedger(GROUP, settings).sweep
         assert recorded is not None
         assert recorded == sweep
         assert recorded.job.model_fields_set == {"instance", *job}
@@ -130,7 +127,7 @@ def test_a_record_runs_at_least_one_job_at_a_time(recorded, home):
     path = recorded({"seed": 1}, instance="ml.g5.xlarge", **values)
     path.write_text(path.read_text().replace('"parallel": 1', '"parallel": 0'))
     with pytest.raises(ServiceError, match="parallel"):
-        recorded_sweep(GROUP, Settings(home=home))
+        _ = SweepLedger(GROUP, Settings(home=home)).sweep
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -253,10 +250,10 @@ def test_a_sweep_shows_its_cost_and_ranks(cloud, launch, cli, home, monkeypatch)
     assert {job["job_id"] for job in listed} == {f"{group}-1", f"{group}-2"}
 
     settings = Settings(home=home)
-    sweep = recorded_sweep(group, settings)
+    sweep = SweepLedger(group, settings).sweep
     assert sweep is not None
     longer = sweep.model_copy(update={"members": [*sweep.members, {"n_layer": 6}]})
-    write_sweep(open_ledger(group, settings), longer)
+    SweepLedger(group, settings).ask(longer)
     ran = cli("launch", "--resume", group).good
     # What the first two left, for the last.
     assert re.search(r"\ncost: at most (1\.\d\d|2\.00) USD together\n", ran.err)
@@ -281,7 +278,7 @@ def test_a_continued_sweep_takes_a_larger_ceiling(
     recorded({"n_layer": "2"}, instance="ml.g5.xlarge", data=str(short_text_file), max_cost=0.02)
     assert "the ceiling of 0.02 USD is too low" in cli("launch", "--resume", GROUP).error
     assert cli("launch", "--resume", GROUP, "--max-cost", "1").failed(1, "not all jobs")
-    sweep = recorded_sweep(GROUP, Settings(home=home))
+    sweep = SweepLedger(GROUP, Settings(home=home)).sweep
     assert sweep is not None and sweep.job.max_cost == 1
 
 
@@ -387,7 +384,7 @@ def test_parallel_local_jobs_share_the_cores(home, cli, short_text_file, monkeyp
     ran = cli(arguments)
     group = ran.out.strip()
     assert [env["OMP_NUM_THREADS"] for env in started] == ["4", "4"]
-    sweep = recorded_sweep(group, Settings(home=home))
+    sweep = SweepLedger(group, Settings(home=home)).sweep
     assert sweep is not None
     assert sweep.parallel == 2
     assert sweep.job.processes_per_instance == 1
@@ -439,7 +436,7 @@ def test_a_sweep_gives_its_name_to_its_jobs(job, home, cli, short_text_file):
         name = member_plan(sweep, n, settings).job.name
         assert name == f"grid-{n}"
         copy_job(job, f"{GROUP}-{n}", name=name)
-    open_ledger(GROUP, settings).add("sent", job=f"{GROUP}-2")
+    SweepLedger(GROUP, settings).add("sent", job=f"{GROUP}-2")
     assert member_plan(sweep, 2, settings).job.name == "grid-2-try2"
     for group_name in ("grid", "grid-2"):
         assert find_group(group_name, settings).id == GROUP

@@ -481,7 +481,7 @@ def begun_job(self: Search) -> dict[str, Any]:
     first = self.source(self.start["folder"])
     runs = SageMakerRuns(self)
     runs.begin_stage([SeededRun(first, seed) for seed in range(1, 9)])
-    runs.start(1)
+    runs.start(1, runs.waiting[1])
     return {"loss": 2.0, "sd": 0.01, "pairs": 8}
 
 
