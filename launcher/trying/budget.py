@@ -19,7 +19,9 @@ MAX_TIME = 1.3  # times the time of the first folder
 # On shared seeds, where the base's runs may be of another day, when the machine was less busy.
 CLEARLY_SLOW = 2 * MAX_TIME
 MAX_RATIOS = {"tokens": 1.0, "parameters": MAX_SIZE, "bytes": MAX_SIZE}
-RUN_TIME, JUDGE_TIME = "seconds", "judge_seconds"  # in the entry of a run
+RUN_TIME = "seconds"  # in the entry of a run
+JUDGE_TIME = "judge_seconds"
+TIMES = {RUN_TIME: "time", JUDGE_TIME: "time before the judge"}
 ENTRY = 64  # bytes that times and mode of a file may hold, and more
 SLOW = 4.0  # times the time of the first folder, after which a run is ended
 
@@ -36,28 +38,32 @@ class Budget:
         if not runs:
             return
         for name, size in sizes.items():
-            first_size, max_ratio = runs[0][name], MAX_RATIOS[name]
+            first_size = runs[0][name]
+            max_ratio = MAX_RATIOS[name]
             if size > max_ratio * first_size:
                 ratio = f"{size / first_size:.2f}x the {name} that the search began with"
                 raise Refused(f"{ratio}; at most {max_ratio:g}x")
 
     def mean_seconds(self, folder: str, kind: str = RUN_TIME) -> float:
-        """What a run of a folder takes; 0 before the first."""
+        """The seconds that a run of a folder takes; 0 before its first. kind: which of TIMES."""
         runs = self.ledger.runs_of(folder)
-        return fmean(run[kind] for run in runs) if runs else 0.0
+        if not runs:
+            return 0.0
+        return fmean(run[kind] for run in runs)
 
-    def check_time(
-        self, folder: str, base: str, seeds: Sequence[int], max_ratio: float = MAX_TIME
-    ) -> None:
+    def first_seconds(self, kind: str = RUN_TIME) -> float:
+        """What a run of the search's first folder takes; 0 before its first."""
+        return self.mean_seconds(self.ledger.start["folder"], kind)
+
+    def check_time(self, folder: str, base: str, seeds: Sequence[int], max_ratio: float) -> None:
         """Raise Refused if the runs of a folder on these seeds, or the processes that computed
         their models for the judge, take too long together.
 
         It is the sum that counts: a median would not show a folder that is slow for some seeds.
         """
         runs = [run for run in self.ledger.runs_of(folder) if run["seed"] in seeds]
-        for kind, description in ((RUN_TIME, "time"), (JUDGE_TIME, "time before the judge")):
-            seconds_of_first = self.mean_seconds(self.ledger.start["folder"], kind)
-            expected = len(runs) * seconds_of_first * self.slowdown(base, seeds, kind)
+        for kind, description in TIMES.items():
+            expected = len(runs) * self.first_seconds(kind) * self.slowdown(base, seeds, kind)
             ratio = sum(run[kind] for run in runs) / expected
             if ratio > max_ratio:
                 raise Refused(f"takes {ratio:.2f}x the {description} of the search's first folder")
@@ -85,14 +91,15 @@ class Budget:
 
     @property
     def judge_limit(self) -> float:
-        """The seconds that a model may compute for the judge; the first ones are not limited."""
+        """The seconds that a model may compute before the judge; those of the first ones are not
+        limited."""
         return self.limit_of(JUDGE_TIME)
 
     def limit_of(self, kind: str) -> float:
-        seconds_of_first = self.mean_seconds(self.ledger.start["folder"], kind)
-        if not seconds_of_first:
+        first_seconds = self.first_seconds(kind)
+        if not first_seconds:
             return math.inf
-        return 60 + SLOW * seconds_of_first
+        return 60 + SLOW * first_seconds
 
 
 def sizes_of(model: Path) -> dict[str, int]:
@@ -100,7 +107,8 @@ def sizes_of(model: Path) -> dict[str, int]:
     trained, as it says. Raises Refused."""
     try:
         config = read_json(model / "training.json")["config"]
-        tokens = int(total_steps(config) * config["batch_size"] * config["block_size"])
+        tokens_per_step = config["batch_size"] * config["block_size"]
+        tokens = int(total_steps(config) * tokens_per_step)
         with open_file(model / "model.safetensors") as file:
             tensors, _ = read_header(file, LARGEST_HEADER)
         parameters = sum(math.prod(tensor["shape"]) for tensor in tensors.values())
@@ -123,7 +131,7 @@ def paths_below(directory: Path) -> Iterator[Path]:
 
 
 def bytes_of(path: Path) -> int:
-    """The bytes of a file or a directory: its content, its name, and what else tells of it. A model
-    could be in the names of empty files."""
+    """The bytes of a file or a directory: its content, its name, its times and its mode. A model
+    could hide in the names of empty files."""
     size = path.lstat().st_size if path.is_file() else 0
     return size + len(os.fsencode(path.name)) + ENTRY

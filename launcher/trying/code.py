@@ -13,14 +13,14 @@ import lzma
 from collections.abc import Mapping
 
 from sm_nanogpt.launcher.source import Source
-from sm_nanogpt.launcher.text.repeats import RUN
+from sm_nanogpt.launcher.text.repeats import RUN, with_one_space
 from sm_nanogpt.launcher.trying.refusal import Refused
 
 MAX_PACKED = 8 << 10  # bytes of new code, packed: some 700 lines
 MAX_NEW = 4 << 20  # bytes of new code, which take two seconds to pack
 # As `xz -9e`, but for a dictionary that holds both folders and no more.
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 23}]
-WORD = 4  # bytes
+PART = 4  # bytes
 
 
 def check_code(source: Source, first: Source, judged: bytes) -> None:
@@ -28,18 +28,19 @@ def check_code(source: Source, first: Source, judged: bytes) -> None:
 
     first is the folder that the search began with.
     """
-    new_files = {
-        name: content for name, content in source.files.items() if first.files.get(name) != content
-    }
+    new_files = {}
+    for name, content in source.files.items():
+        if first.files.get(name) != content:
+            new_files[name] = content
     check_size(new_files, first)
+
     first_lines = set(b"".join(first.files.values()).splitlines())
-    runs_of_judge = runs_in(b" ".join(judged.split()))
+    runs_of_judge = runs_in(with_one_space(judged))
     for name, content in new_files.items():
-        new_lines = {
-            number: line
-            for number, line in enumerate(content.splitlines(), start=1)
-            if line not in first_lines
-        }
+        new_lines = {}
+        for number, line in enumerate(content.splitlines(), start=1):
+            if line not in first_lines:
+                new_lines[number] = line
         check_copies(name, new_lines, runs_of_judge)
 
 
@@ -58,12 +59,16 @@ def check_size(new_files: Mapping[str, bytes], first: Source) -> None:
 
 
 def with_names(files: Mapping[str, bytes]) -> bytes:
-    return b"".join(b"%s\n%s" % (name.encode(), files[name]) for name in sorted(files))
+    """The names and contents of files, one after another."""
+    pieces = []
+    for name in sorted(files):
+        pieces += [name.encode(), b"\n", files[name]]
+    return b"".join(pieces)
 
 
 @functools.lru_cache(maxsize=1)
 def packed_size_of_first(first_code: bytes) -> int:
-    """Of the folder of a search, which each of its folders is compared with."""
+    """As packed_size, once for all folders of a search, which have the same first one."""
     return packed_size(first_code)
 
 
@@ -74,8 +79,11 @@ def packed_size(content: bytes) -> int:
 
 def too_much(new_files: Mapping[str, bytes], amount: str, limit: str) -> Refused:
     """A refusal that names the file that holds most."""
-    sizes = {name: len(lzma.compress(content, preset=0)) for name, content in new_files.items()}
-    largest = max(sizes, key=lambda name: sizes[name])
+
+    def size_of(name: str) -> int:
+        return len(lzma.compress(new_files[name], preset=0))
+
+    largest = max(new_files, key=size_of)
     problem = f"what the search's first folder does not have takes {amount}, most of it {largest}"
     return Refused(f"{problem}; at most {limit}: a folder is code, not data")
 
@@ -89,7 +97,9 @@ def check_copies(name: str, lines: Mapping[int, bytes], runs_of_judge: set[bytes
     Each run of white space counts as one space. A run that repeats itself, such as a line of
     dashes, is no text.
     """
-    numbers, starts, text = list[int](), list[int](), b""
+    text = b""
+    numbers = []  # of the lines in text
+    starts = []  # of these lines, in text
     for number, line in lines.items():
         squeezed = b" ".join(line.split())
         if squeezed:
@@ -97,27 +107,30 @@ def check_copies(name: str, lines: Mapping[int, bytes], runs_of_judge: set[bytes
             starts.append(len(text))
             text += b" " + squeezed
     text += b" "
+
     for start in range(len(text) - RUN + 1):
         run = text[start : start + RUN]
         if run in runs_of_judge and not repeats_itself(run):
-            end = end_of_copy(text, start, runs_of_judge)
+            n_bytes = end_of_copy(text, start, runs_of_judge) - start
             number = numbers[bisect.bisect_right(starts, start) - 1]
-            excerpt = text[start : start + RUN].decode(errors="replace")
-            problem = f"{name}:{number} has {end - start} bytes that the judge's text has too"
+            excerpt = run.decode(errors="replace")
+            problem = f"{name}:{number} has {n_bytes} bytes that the judge's text has too"
             raise Refused(f"{problem}: {excerpt!r}")
 
 
 def runs_in(text: bytes) -> set[bytes]:
+    """Each part of a text that has RUN bytes."""
     return {text[start : start + RUN] for start in range(len(text) - RUN + 1)}
 
 
 def end_of_copy(text: bytes, start: int, runs_of_judge: set[bytes]) -> int:
+    """Where a copy of the judge's text ends that starts here."""
     while text[start : start + RUN] in runs_of_judge:
         start += 1
     return start - 1 + RUN
 
 
 def repeats_itself(run: bytes) -> bool:
-    """True if less than half of a run's words are different."""
-    words = {run[start : start + WORD] for start in range(len(run) - WORD + 1)}
-    return 2 * len(words) < len(run)
+    """True if a run's parts of PART bytes are mostly the same."""
+    parts = {run[start : start + PART] for start in range(len(run) - PART + 1)}
+    return len(parts) < len(run) / 2

@@ -83,7 +83,9 @@ class Driver:
 
     def runs(self) -> list[Run]:
         """The runs of this process."""
-        runs = [Run(index, *pair) for index, pair in enumerate(self.plan["runs"])]
+        runs = []
+        for index, (folder, seed) in enumerate(self.plan["runs"]):
+            runs.append(Run(index, folder, seed))
         return runs[self.rank :: self.world_size]
 
     def make_all(self, models: Path) -> None:
@@ -121,24 +123,10 @@ class Driver:
         """Train by a folder; returns the seconds that it took, and why it failed, or nothing."""
         seconds_left = max(0.0, self.plan["seconds"] - (time.monotonic() - self.started))
         limit = min(self.plan["limit"], seconds_left)
-        values = {**self.plan["values"], "seed": run.seed, "data": self.text, "out": output}
-        options = [f"--{name}={value}" for name, value in values.items()]
-        filtered = [sys.executable, "-P", "-c", START, str(self.filter), str(self.has_gpu)]
+        problem = ""
         began = self.now()
         with (self.directory / "log").open("w+b") as log:
-            process = subprocess.Popen(
-                [*filtered, sys.executable, str(folder / "train.py"), *options],
-                env=self.environment(output),
-                cwd=output,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                user=run.user,
-                group=run.user,
-                extra_groups=[],
-            )
-            problem = ""
+            process = self.start(run, folder, output, log)
             try:
                 status = process.wait(limit)
                 if status:
@@ -152,20 +140,45 @@ class Driver:
             process.wait()
         return seconds, problem
 
+    def start(
+        self, run: Run, folder: Path, output: Path, log: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        """Start the run as its user, behind the filter."""
+        filtered = [sys.executable, "-P", "-c", START, str(self.filter), str(self.has_gpu)]
+        command = [*filtered, sys.executable, str(folder / "train.py")]
+        values = {**self.plan["values"], "seed": run.seed, "data": self.text, "out": output}
+        for name, value in values.items():
+            command.append(f"--{name}={value}")
+        return subprocess.Popen(
+            command,
+            env=self.environment(output),
+            cwd=output,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            user=run.user,
+            group=run.user,
+            extra_groups=[],
+        )
+
     def now(self) -> float:
         """Seconds by the clock on a GPU; on a CPU, those that the runs so far have computed."""
         if self.has_gpu:
             return time.monotonic()
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return used.ru_utime + used.ru_stime
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
 
     def environment(self, output: Path) -> dict[str, str]:
         """The variables of a run. Of the container's, some would make train.py a rank of a job, and
         some may be secret."""
-        names = self.plan["variables"]
+        passed_on = {}
+        for name in self.plan["variables"]:
+            if name in os.environ:
+                passed_on[name] = os.environ[name]
         n_threads = max(1, len(os.sched_getaffinity(0)) // self.world_size)
         return {
-            **{name: value for name, value in os.environ.items() if name in names},
+            **passed_on,
             "OMP_NUM_THREADS": str(n_threads),
             # Intel's library counts cores by a call that the filter forbids, and would take one.
             "MKL_DYNAMIC": "FALSE",
@@ -210,7 +223,8 @@ def has_filter(directory: Path) -> bool:
     """True if this image has libseccomp."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); import syscalls"
     code += "; sys.exit(not syscalls.is_available())"
-    return subprocess.run([sys.executable, "-P", "-c", code, str(directory)]).returncode == 0
+    ended = subprocess.run([sys.executable, "-P", "-c", code, str(directory)])
+    return ended.returncode == 0
 
 
 def pack(model: Path, target: Path, max_bytes: int) -> None:
@@ -231,7 +245,8 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def last_line(log: IO[bytes]) -> str:
-    log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+    n_bytes = log.seek(0, os.SEEK_END)
+    log.seek(max(0, n_bytes - 4096))
     text = log.read().decode(errors="replace").strip()
     return text.rpartition("\n")[2]
 

@@ -30,7 +30,8 @@ def planned_tokens(
     """The tokens on which a folder would train, as its config.py says. Raises Refused."""
     program = PROGRAM.format(hyperparameters=dict(hyperparameters)).encode()
     printing = Source(source.directory, {**source.files, "train.py": program})
-    [(_, ended)] = run_all([Run(printing, {}, text, limit=limit, is_isolated=True)], 1)
+    run = Run(printing, {}, text, limit=limit, is_isolated=True)
+    [(_, ended)] = run_all([run], 1)
     last_line = ended.log.rpartition("\n")[2]
     try:
         return int(last_line)

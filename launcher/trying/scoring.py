@@ -26,18 +26,19 @@ N_CUTS = CUTS // MODELS
 
 @dataclass(frozen=True)
 class Score:
-    """The nats per token that a model loses, and the processor time, in seconds, of the process
-    that computed it."""
+    """What a model loses on the text of the judge."""
 
-    loss: float
-    seconds: float
+    loss: float  # nats per token
+    seconds: float  # processor time of the process that computed it
 
 
 class Judge:
     """Judges models by one text, each in processes of its own."""
 
     def __init__(self, content: bytes, tokenizer: Tokenizer, settings: Settings) -> None:
-        self.content, self.tokenizer, self.settings = content, tokenizer, settings
+        self.content = content
+        self.tokenizer = tokenizer
+        self.settings = settings
         self.encoded = encode([Text("judge", [content.decode()])], tokenizer)
 
     def score(
@@ -67,7 +68,7 @@ class Judge:
         windows = cut_windows(self.encoded, self.tokenizer.start, block_size)
         return max(1.0, 2 * N_CUTS / len(windows))
 
-    def worker(self, model: Path, source: Source, limit: float = math.inf) -> Worker:
+    def worker(self, model: Path, source: Source, limit: float) -> Worker:
         """A process that computes a model by the folder as it was kept, not as the run left it."""
         folder = self.settings.home / "sources" / source.sha256
         worker = Worker(model, self.settings, folder, self.tokenizer, silent=True, limit=limit)
