@@ -82,7 +82,7 @@ def shared_search(tmp_path_factory, text):
                 entry_point=tiny_folder(base),
             )
             settings = Settings(home=directory / "home")
-            begin_search("s", request, settings, 0.05, None, lambda line: None).base()
+            begin_search("s", request, settings, 0.05, None).measure_base()
         return directory / "home", base, model
 
     home, base, model = launching.once(tmp_path_factory, "shared_search", build)
@@ -94,7 +94,7 @@ def tiny_search(shared_search, home, monkeypatch):
     """That search in this test's own home."""
     shutil.copytree(shared_search.home, home)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return Search("s", Settings(home=home), lambda line: None)
+    return Search("s", Settings(home=home))
 
 
 def check_folder(folder: Path, tiny_search: Search) -> None:

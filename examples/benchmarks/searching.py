@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import sys
 import tempfile
@@ -62,10 +63,11 @@ def edited(edit: tuple[str, str, str] | None) -> Source:
 
 
 def make_runs(text: Path, seeds: range, names: list[str]) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     with tempfile.TemporaryDirectory() as home:
         settings = Settings(home=Path(home))
         request = Request(instance="local", preset="quick", data=str(text))
-        search = begin_search("rule", request, settings, 0.005, None, print)
+        search = begin_search("rule", request, settings, 0.005, None)
         for first in seeds[::8]:
             runs = []
             names_of_folders = {}

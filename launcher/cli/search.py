@@ -44,7 +44,7 @@ SEARCH = valued("--group NAME", "The search, by the name that `try start` gave i
 def open_search(name: str) -> Search:
     from sm_nanogpt.launcher.trying.search import Search
 
-    return Search(name, settings_of(), note)
+    return Search(name, settings_of())
 
 
 def goes_on(*arguments: str) -> str:
@@ -104,11 +104,11 @@ def start_command(
     if not ("preset" in fields or "size" in fields or rents_gpus(instance)):
         fields["preset"] = "quick"
     request = Request(instance=instance, **fields)
-    search = begin_search(name, request, settings_of(), smallest_gain, ceiling, note)
+    search = begin_search(name, request, settings_of(), smallest_gain, ceiling)
     with at_ctrl_c(goes_on("FOLDER", "--group", name)):
         try:
             with search.held(shared=False):
-                base = search.base()
+                base = search.measure_base()
         except LauncherError:
             remove_unfinished(search.directory)
             raise

@@ -8,6 +8,7 @@ killed is found again by its reservation.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 import time
@@ -34,7 +35,7 @@ from sm_nanogpt.launcher.launching.launch import Plan
 from sm_nanogpt.launcher.local import confine, syscalls
 from sm_nanogpt.launcher.models import fetch
 from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
-from sm_nanogpt.launcher.sagemaker.cost import OVERHEAD_SECONDS, usd
+from sm_nanogpt.launcher.sagemaker.cost import OVERHEAD_SECONDS, longest_run, usd
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.text import corpus
@@ -47,6 +48,8 @@ from sm_nanogpt.launcher.trying.runs import SeededRun, TriedRun
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.trying.search import Search
+
+logger = logging.getLogger(__name__)
 
 UNKNOWN_SECONDS = 3600  # after which a job that AWS does not know will never be there
 # Seconds of a job's time limit besides its runs.
@@ -74,6 +77,10 @@ class JobRun:
     run: SeededRun
     directory: Path
     facts: DriverFacts | None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.facts is None or bool(self.facts.problem)
 
     def finish(self) -> TriedRun:
         """Unpack its model. A run whose archive is damaged has a problem."""
@@ -122,11 +129,11 @@ class SageMakerRuns(GroupRun):
         with scratch(self.search.directory, ".job-") as directory:
             job_runs = self.read_runs(entry, runs, description.model_uri, directory)
             for job_run in sorted(job_runs, key=self.order):
-                finished = job_run.finish()
-                if finished.problem:  # a later command makes it anew
-                    self.note_failure(entry["job"], finished)
+                tried = job_run.finish()
+                if tried.problem:  # a later command makes it anew
+                    self.note_failure(entry["job"], tried)
                 if job_run.facts is not None:
-                    yield finished
+                    yield tried
                 shutil.rmtree(job_run.directory, ignore_errors=True)
             if any(job_run.facts is None for job_run in job_runs):
                 raise ServiceError(f"job {entry['job']} ended before all runs were made; try again")
@@ -135,41 +142,45 @@ class SageMakerRuns(GroupRun):
         self, entry: Entry, runs: Sequence[SeededRun], uri: str, directory: Path
     ) -> list[JobRun]:
         """What these runs of a job left, from the archive at a URI."""
-        (archive,) = storage.fetch(uri, directory / "tar", settings=self.settings)
+        [archive] = storage.fetch(uri, directory / "tar", settings=self.settings)
         fetch.extract(archive, directory / "runs", uri)
         job_runs = []
         for run in runs:
-            run_directory = directory / "runs" / f"run-{entry['runs'].index(list(run.key))}"
+            index = entry["runs"].index(list(run.key))
+            run_directory = directory / "runs" / f"run-{index}"
             facts = storage.read_document(str(run_directory / "facts.json"), DriverFacts)
             job_runs.append(JobRun(run, run_directory, facts))
         return job_runs
 
     def order(self, job_run: JobRun) -> tuple[bool, bool]:
-        failed = job_run.facts is None or bool(job_run.facts.problem)
-        return failed, job_run.run.source.sha256 != self.ledger.base
+        """By what to sort runs: those of the base come first, and those that failed last."""
+        is_of_base = job_run.run.source.sha256 == self.ledger.base
+        return job_run.has_failed, not is_of_base
 
-    def note_failure(self, job_id: str, finished: TriedRun) -> None:
-        folder, seed = finished.run.key
-        self.ledger.add("failed", job=job_id, folder=folder, seed=seed, why=finished.problem)
+    def note_failure(self, job_id: str, tried: TriedRun) -> None:
+        folder, seed = tried.run.key
+        self.ledger.add("failed", job=job_id, folder=folder, seed=seed, why=tried.problem)
 
     # -- money ------------------------------------------------------------------------------------
 
     def cost_of(self, entry: Entry) -> float | None:
         if entry["place"] != self.account:  # nobody there can be asked
             return None
-        sending = self.is_sending()  # before AWS is asked, or it could wake in between
-        description = self.describe(entry["job"])
-        if description is None:
-            if self.ledger.was_sent(entry["job"]):
-                return float(entry["usd"])  # it was deleted, and with it what it cost
-            last_moment = max(
-                other["at"] for other in self.ledger.entries if other.get("job") == entry["job"]
-            )
-            is_old = time.time() - last_moment > UNKNOWN_SECONDS
-            return 0.0 if is_old and not sending else None
-        if description.is_running:
+        job_id = entry["job"]
+        is_sending = self.is_sending()  # before AWS is asked, or it could wake in between
+        description = self.describe(job_id)
+        if description is not None:
+            return None if description.is_running else cost_so_far(description, self.settings)
+        if self.ledger.was_sent(job_id):
+            return float(entry["usd"])  # it was deleted, and with it what it cost
+        if is_sending or self.seconds_since(job_id) <= UNKNOWN_SECONDS:
             return None
-        return cost_so_far(description, self.settings)
+        return 0.0
+
+    def seconds_since(self, job_id: str) -> float:
+        """The seconds since the last entry about a job."""
+        moments = [entry["at"] for entry in self.ledger.entries if entry.get("job") == job_id]
+        return time.time() - max(moments)
 
     @contextmanager
     def sending(self) -> Iterator[None]:
@@ -179,56 +190,56 @@ class SageMakerRuns(GroupRun):
             yield
 
     def is_sending(self) -> bool:
-        """Whether a command, which may have slept for hours, is about to send a job."""
+        """True if a command, which may have slept for hours, is about to send a job."""
         with (self.search.directory / "sending").open("w") as file:
             return not locks.lock(file, wait=False)
 
     # -- a job ------------------------------------------------------------------------------------
 
-    def job_of(self, runs: Sequence[SeededRun]) -> Entry | None:
-        """The reservation of a job that has made these runs, or will: its command was killed."""
+    def job_of(self, runs: Sequence[SeededRun]) -> str:
+        """The id of a job that has made these runs, or will: its command was killed; '' without."""
         keys = {run.key for run in runs}
         for entry in reversed(self.ledger.of("reserved")):
             if entry["place"] != self.account or not keys <= self.keys_of(entry):
                 continue
-            description = self.describe(entry["job"])
+            job_id: str = entry["job"]
+            description = self.describe(job_id)
             if description and (description.is_running or description.model_uri):
-                self.search.report(f"job {entry['job']} was sent before for these runs")
-                return entry
-        return None
+                logger.info(f"job {job_id} was sent before for these runs")
+                return job_id
+        return ""
 
     def keys_of(self, entry: Entry) -> set[tuple[str, int]]:
         """The runs of a job, by folder and seed, but for those that failed."""
-        failed = {
-            (failure["folder"], failure["seed"])
-            for failure in self.ledger.of("failed")
-            if failure["job"] == entry["job"]
-        }
-        return {(folder, seed) for folder, seed in entry["runs"]} - failed
+        keys = {(folder, seed) for folder, seed in entry["runs"]}
+        for failure in self.ledger.of("failed"):
+            if failure["job"] == entry["job"]:
+                keys.discard((failure["folder"], failure["seed"]))
+        return keys
 
     def begin_stage(self, runs: Sequence[SeededRun]) -> None:
-        """Take the job that was sent for these runs before, or add one that is to be sent."""
-        sent = self.job_of(runs)
-        if sent is not None:
-            self.running[1] = sent["job"]
+        """Take the job that was sent for these runs before, or plan one that is to be sent."""
+        sent_before = self.job_of(runs)
+        if sent_before:
+            self.running[1] = sent_before
             return
         self.ledger.settle_all(self.cost_of)
         job_id = launch.new_job_id()
         # In each GPU's share, the runs of the base come first, and a seed's two runs are in one.
-        self.stage = sorted(runs, key=lambda run: run.source.sha256 != self.ledger.base)
-        if self.measured:
-            seconds = self.seconds_for(len(runs))
-            plan = self.plan_job(job_id, self.stage, seconds, self.settings)
+        base = self.ledger.base
+        self.stage = sorted(runs, key=lambda run: run.source.sha256 != base)
+        if self.measured is None:
+            self.waiting[1] = self.plan_first_job(job_id, self.stage)
         else:
-            plan = self.plan_first_job(job_id, self.stage)
-        self.waiting[1] = plan
+            seconds = self.seconds_for(len(runs))
+            self.waiting[1] = self.plan_job(job_id, self.stage, seconds, self.settings)
 
     def end_stage(self) -> JobDescription:
         """The state in which the job has ended. Raises OverCeiling, and ServiceError if it was
         deleted."""
         for event in self.events():
             if isinstance(event.obstacle, OverQuota):
-                self.search.report(f"job {event.job_id} waits: {event.obstacle}")
+                logger.info(f"job {event.job_id} waits: {event.obstacle}")
             elif event.obstacle is not None:
                 raise event.obstacle
             elif event.description is not None:
@@ -240,9 +251,10 @@ class SageMakerRuns(GroupRun):
             super().start(number, plan)
 
     def reserve(self, number: int, plan: Plan) -> None:
-        cost, keys = cost_of_plan(plan), [list(run.key) for run in self.stage]
+        cost = cost_of_plan(plan)
+        keys = [list(run.key) for run in self.stage]
         self.ledger.reserve(plan.job_id, cost, place=self.account, runs=keys)
-        self.search.report(f"job {plan.job_id}: {len(keys)} runs, at most {usd(cost)}")
+        logger.info(f"job {plan.job_id}: {len(keys)} runs, at most {usd(cost)}")
 
     def send(self, plan: Plan) -> None:
         plan.upload()  # which may take long
@@ -268,11 +280,11 @@ class SageMakerRuns(GroupRun):
         if cost <= limit:
             return plan
 
-        billed_seconds = DEFAULT_RUN_SECONDS + OVERHEAD_SECONDS
-        affordable_seconds = math.floor(limit / cost * billed_seconds) - OVERHEAD_SECONDS
+        per_hour = cost * 3600 / (DEFAULT_RUN_SECONDS + OVERHEAD_SECONDS)
+        affordable_seconds = longest_run(limit, per_hour, keep_alive=0)
         if affordable_seconds <= SETUP_SECONDS + SLACK_SECONDS:  # then this or `reserve` refuses
             return self.plan_job(job_id, runs, DEFAULT_RUN_SECONDS, self.settings)
-        self.search.report(f"the ceiling allows {affordable_seconds} s")
+        logger.info(f"the ceiling allows {affordable_seconds} s")
         return self.plan_job(job_id, runs, affordable_seconds, self.settings)
 
     def plan_job(
@@ -297,7 +309,7 @@ class SageMakerRuns(GroupRun):
 
     @property
     def measured(self) -> Entry | None:
-        """The first run, of which seconds and bytes are known."""
+        """The first run of the search, whose seconds and bytes are known; None before it."""
         return next(iter(self.ledger.of("run")), None)
 
     def describe(self, job_id: str) -> JobDescription | None:
@@ -309,20 +321,23 @@ class SageMakerRuns(GroupRun):
 
     def seconds_for(self, n: int) -> int:
         """The time limit of a job of n runs: twice what they take, by those that were measured."""
-        usual = self.search.budget.mean_seconds(self.search.start["folder"])
-        at_once = count_gpus(self.instance) or 1
-        n_rounds = math.ceil(n / at_once)
-        return math.ceil(SLACK_SECONDS + 2 * usual * n_rounds + self.upload_seconds(n))
+        run_seconds = self.search.budget.first_seconds()
+        n_rounds = math.ceil(n / (count_gpus(self.instance) or 1))
+        return math.ceil(SLACK_SECONDS + 2 * run_seconds * n_rounds + self.upload_seconds(n))
 
     def upload_seconds(self, n: int) -> float:
-        """Seconds that the models of n runs take to be packed and uploaded."""
-        return n * self.measured["bytes"] / UPLOADED if self.measured else 0.0
+        """Seconds that the models of n runs take to be packed and uploaded; 0 if unknown."""
+        if self.measured is None:
+            return 0.0
+        return float(n * self.measured["bytes"] / UPLOADED)
 
     def folder(self, runs: Sequence[SeededRun], seconds: int) -> Source:
         """The training folder of a job: that of the search's beginning, with the driver in place of
         its train.py, beside the folders of the runs, of which nothing is imported here."""
         first = self.search.first
-        largest_model = int(MAX_SIZE * self.measured["bytes"]) if self.measured else LARGEST_MODEL
+        largest_model = LARGEST_MODEL
+        if self.measured is not None:
+            largest_model = int(MAX_SIZE * self.measured["bytes"])
         plan = {
             "runs": [[folder_name(run.source), run.seed] for run in runs],
             "values": self.search.hyperparameters,
@@ -331,13 +346,14 @@ class SageMakerRuns(GroupRun):
             "largest_model": largest_model,
             "variables": ["PATH", "LD_LIBRARY_PATH", *confine.variable_names()],
         }
-        files = {**first.files, "train.py": DRIVER.read_bytes()}
+        files = dict(first.files)
+        files["train.py"] = DRIVER.read_bytes()
+        files["plan.json"] = json.dumps(plan).encode()
         for name, path in FILTER_FILES.items():
             files[name] = path.read_bytes()
-        files["plan.json"] = json.dumps(plan).encode()
-        for source in {run.source.sha256: run.source for run in runs}.values():
-            for name, content in source.files.items():
-                files[f"{folder_name(source)}/{name}"] = content
+        for run in runs:
+            for name, content in run.source.files.items():
+                files[f"{folder_name(run.source)}/{name}"] = content
         return Source(first.directory, files)
 
     def text(self, settings: Settings) -> Channel:

@@ -15,8 +15,9 @@ gain       what all kept tries gain together
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sm_nanogpt.launcher.files.ledger import Entry
@@ -47,18 +48,30 @@ class SearchLedger(GroupLedger):
     @property
     def base(self) -> str:
         """The SHA-256 of the folder that was kept last, or that the search began with."""
-        kept_tries = [entry for entry in self.of("try") if entry["verdict"] == "kept"]
-        return str(kept_tries[-1]["folder"] if kept_tries else self.start["folder"])
+        base: str = self.start["folder"]
+        for entry in self.of("try"):
+            if entry["verdict"] == "kept":
+                base = entry["folder"]
+        return base
 
     @property
     def losses(self) -> dict[tuple[str, int], float]:
-        """Those of all runs, by folder and seed."""
-        return {(run["folder"], run["seed"]): float(run["loss"]) for run in self.runs}
+        """Those of all runs, in nats per token, by folder and seed."""
+        losses = {}
+        for run in self.runs:
+            losses[run["folder"], run["seed"]] = float(run["loss"])
+        return losses
+
+    def losses_of(self, folder: str, seeds: Iterable[int]) -> list[float]:
+        """Those of the runs of a folder with these seeds."""
+        losses = self.losses
+        return [losses[folder, seed] for seed in seeds]
 
     @property
     def is_in_use(self) -> bool:
         """True if the base was measured, a job was sent, or money is reserved."""
-        return bool(self.of("base") or self.of("try") or self.of("sent") or self.open_reservations)
+        kinds = {entry["kind"] for entry in self.entries}
+        return bool(kinds & {"base", "try", "sent"} or self.open_reservations)
 
     @property
     def runs(self) -> list[Entry]:
@@ -75,6 +88,10 @@ class SearchLedger(GroupLedger):
 
     def runs_of(self, folder: str) -> list[Entry]:
         return [run for run in self.runs if run["folder"] == folder]
+
+    def seeds_of(self, folder: str) -> list[int]:
+        """The seeds of the runs of a folder."""
+        return [run["seed"] for run in self.runs_of(folder)]
 
     @property
     def begun_folder(self) -> str:
@@ -127,24 +144,31 @@ class SearchLedger(GroupLedger):
         too much gets the same seeds again.
         """
         with self.locked():
-            seeds = list[int]()
-            all_seeds = set[int]()
-            for entry in self.of("seeds"):
-                all_seeds.update(entry["seeds"])
-                if entry["use"] == use:
-                    seeds += entry["seeds"]
+            seeds = self.drawn_seeds(use)
             if len(seeds) < n:
+                all_seeds = {seed for entry in self.of("seeds") for seed in entry["seeds"]}
                 new_seeds = draw_seeds(n - len(seeds), all_seeds)
                 self.write("seeds", use=use, seeds=new_seeds)
                 seeds += new_seeds
         return seeds[:n]
 
+    def drawn_seeds(self, use: str) -> list[int]:
+        """The seeds of a use that were drawn so far."""
+        seeds = list[int]()
+        for entry in self.of("seeds"):
+            if entry["use"] == use:
+                seeds += entry["seeds"]
+        return seeds
+
     # -- money ------------------------------------------------------------------------------------
 
     def cost_of(self, folder: str) -> float:
         """USD of the jobs that ended and that had a run of this folder."""
-        jobs = {entry["job"] for entry in self.of("reserved") if folder in dict(entry["runs"])}
-        return float(sum(entry["usd"] for entry in self.of("settled") if entry["job"] in jobs))
+        jobs = set()
+        for entry in self.of("reserved"):
+            if folder in dict(entry["runs"]):  # by folder and seed
+                jobs.add(entry["job"])
+        return math.fsum(entry["usd"] for entry in self.of("settled") if entry["job"] in jobs)
 
     def settle_all(self, cost_of: Callable[[Entry], float | None]) -> None:
         """Replace reservations by what was billed; None: it is not known yet."""
@@ -156,7 +180,9 @@ class SearchLedger(GroupLedger):
 
 def begins_anew(entry: Entry) -> bool:
     """True for an entry after which no earlier run of its folder counts."""
-    return entry["kind"] == "anew" or (entry["kind"] == "try" and entry["verdict"] == "refused")
+    if entry["kind"] == "try":
+        return bool(entry["verdict"] == "refused")
+    return entry["kind"] == "anew"
 
 
 def draw_seeds(n: int, used: set[int]) -> list[int]:

@@ -2,47 +2,48 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable
 
 from sm_nanogpt.entry_point.metrics import duration
 from sm_nanogpt.launcher.values import counted
+
+logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 30  # between two lines
 MIN_SECONDS_LEFT = 5  # for which a line is worth its place
 
 
 class RunProgress:
-    """Counts runs that have ended, and reports the time left: after the first, and now and then.
+    """Counts runs that have ended, and logs the time left: after the first, and now and then.
 
     Runs that are made together are judged when all of them have ended, so the time that they take
     is known only then.
     """
 
-    def __init__(self, n_runs: int, at_once: int, report: Callable[[str], None]) -> None:
+    def __init__(self, n_runs: int, at_once: int) -> None:
         self.n_runs = n_runs
         self.at_once = at_once
-        self.report = report
         self.n_ended = 0
         self.start_time = time.monotonic()
-        self.last_report = -math.inf
+        self.last_line = -math.inf
 
     def begin(self, purpose: str) -> None:
-        """Report what is made."""
+        """Log what is made."""
         at_once = min(self.at_once, self.n_runs)
-        self.report(f"{purpose}: {counted(self.n_runs, 'run')}, {at_once} at a time")
+        logger.info(f"{purpose}: {counted(self.n_runs, 'run')}, {at_once} at a time")
 
     def note_end(self) -> None:
         """Count a run that has ended and is judged."""
         self.n_ended += 1
         n_left = self.n_runs - self.n_ended
         now = time.monotonic()
-        is_due = now - self.last_report > PROGRESS_SECONDS
+        is_due = now - self.last_line > PROGRESS_SECONDS
         if not is_due or self.n_ended % self.at_once:
             return
         seconds_left = (now - self.start_time) / self.n_ended * n_left
         if seconds_left >= MIN_SECONDS_LEFT:
-            self.last_report = now
+            self.last_line = now
             time_left = duration(seconds_left)
-            self.report(f"{self.n_ended} of {self.n_runs} runs, time left {time_left}")
+            logger.info(f"{self.n_ended} of {self.n_runs} runs, time left {time_left}")

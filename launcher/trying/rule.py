@@ -13,10 +13,13 @@ not kept, however sure this is.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import correlation, fmean, stdev
+
+logger = logging.getLogger(__name__)
 
 # Quantiles of Student's t, by the number of pairs: 0.95, 0.975, and 0.995.
 T95 = {4: 2.353, 8: 1.895, 16: 1.753, 32: 1.696, 64: 1.669}
@@ -41,26 +44,25 @@ LUCK = 3.0  # standard deviations by which the best of several hundred orders of
 
 @dataclass(frozen=True)
 class Decision:
-    """A verdict: `kept`, `no better`, or `undecided`; and the differences of pairs by which it was
-    made, on fresh seeds or on those that all tries share."""
+    """A verdict on a change, and the differences of pairs by which it was made."""
 
-    verdict: str
+    verdict: str  # `kept`, `no better`, or `undecided`
     differences: Sequence[float]
-    are_fresh: bool
+    are_fresh: bool  # of fresh seeds, or of those that all tries share
 
 
 def standard_error(differences: Sequence[float]) -> float:
-    """The standard error of their mean."""
+    """The standard error of the mean of differences."""
     return stdev(differences) / math.sqrt(len(differences))
 
 
 def margin(differences: Sequence[float]) -> float:
-    """Half of the 95 % interval of their mean."""
+    """Half of the 95 % interval of the mean of differences."""
     return T975[len(differences)] * standard_error(differences)
 
 
 def screened(differences: Sequence[float], smallest_gain: float) -> str:
-    """`better`, `no better`, or '' if more pairs must tell. smallest_gain: in nats."""
+    """`better`, `no better`, or '' if it takes more pairs to know. smallest_gain: in nats."""
     mean = fmean(differences)
     error = standard_error(differences)
     n = len(differences)
@@ -75,14 +77,14 @@ def is_confirmed(differences: Sequence[float], smallest_gain: float) -> bool:
     """True if fresh pairs say that a change is better, and it gains enough to count."""
     mean = fmean(differences)
     error = standard_error(differences)
-    is_large_enough = -mean >= max(MIN_GAIN, smallest_gain / 2)
-    return is_large_enough and mean + T995[len(differences)] * error < 0
+    is_better = mean + T995[len(differences)] * error < 0
+    return is_better and -mean >= max(MIN_GAIN, smallest_gain / 2)
 
 
 def detectable_gains(deviation: float) -> dict[int, float]:
-    """By pairs: the gain, in nats, at which four of five changes are confirmed.
+    """The gain, in nats, at which four of five changes are confirmed, by the number of pairs.
 
-    deviation is that of a loss from seed to seed.
+    deviation is the standard deviation of a loss from seed to seed.
     """
     gains = {}
     for n in LOOKS:
@@ -92,10 +94,10 @@ def detectable_gains(deviation: float) -> dict[int, float]:
 
 
 def pairs_for(smallest_gain: float, deviation: float) -> int:
-    """The pairs that detect changes with this gain; the largest of LOOKS if none do."""
-    for pairs, gain in detectable_gains(deviation).items():
+    """How many pairs detect changes with this gain; the largest of LOOKS if none do."""
+    for n, gain in detectable_gains(deviation).items():
         if gain <= smallest_gain:
-            return pairs
+            return n
     return LOOKS[-1]
 
 
@@ -123,7 +125,9 @@ def decide(
     # As if the change gained half of what it seems to; few pairs tell little of their deviation.
     likely_gain = max(smallest_gain, -fmean(differences) / 2)
     n_fresh = max(MIN_FRESH_PAIRS, pairs_for(likely_gain, stdev(differences) / PAIRED))
-    differences = fresh(min(n_fresh, looks[-1]))
+    n_fresh = min(n_fresh, looks[-1])
+    logger.info(f"it looks better; {n_fresh} pairs of fresh seeds decide")
+    differences = fresh(n_fresh)
     verdict = "kept" if is_confirmed(differences, smallest_gain) else "no better"
     return Decision(verdict, differences, are_fresh=True)
 
@@ -133,10 +137,13 @@ def without_worst(
 ) -> tuple[list[float], list[float]]:
     """The losses of a folder and of the base without the pairs where the folder is worst beside the
     base: a few bad seeds do not hide that all others are alike."""
-    pairs = sorted(zip(losses, base_losses, strict=True), key=lambda pair: pair[0] - pair[1])
-    n_worst = max(1, round(WORST * len(pairs)))
-    other_pairs = pairs[:-n_worst]
-    return [loss for loss, _ in other_pairs], [base_loss for _, base_loss in other_pairs]
+
+    def difference(index: int) -> float:
+        return losses[index] - base_losses[index]
+
+    n_worst = max(1, round(WORST * len(losses)))
+    others = sorted(range(len(losses)), key=difference)[:-n_worst]
+    return [losses[index] for index in others], [base_losses[index] for index in others]
 
 
 def may_be_luck(gain: float, losses: Sequence[float], base_losses: Sequence[float]) -> bool:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sm_nanogpt.launcher.trying.search import Search
 
 # Who makes the runs of a search, by the name of its backend's class: a RunMaker.
-TRAINERS = {
+RUN_MAKERS = {
     "LocalBackend": "sm_nanogpt.launcher.trying.local.LocalRuns",
     "SageMakerBackend": "sm_nanogpt.launcher.trying.cloud.SageMakerRuns",
 }
@@ -62,13 +62,12 @@ class RunMaker(Protocol):
         """What the job of a reservation has cost; None while that is not known."""
 
 
-def trainer_class(instance: str) -> type[RunMaker]:
+def run_maker_class(instance: str) -> type[RunMaker]:
     """Who makes the runs of a search on an instance. Raises InputError if nobody does."""
     backend = backend_class(instance)
-    path = TRAINERS.get(backend.__name__)
+    path = RUN_MAKERS.get(backend.__name__)
     if path is None:
-        raise InputError(
-            f"a search has no runs on {backend.title}", field="instance", value=instance
-        )
-    trainer: type[RunMaker] = load_object(path)
-    return trainer
+        problem = f"a search has no runs on {backend.title}"
+        raise InputError(problem, field="instance", value=instance)
+    run_maker: type[RunMaker] = load_object(path)
+    return run_maker

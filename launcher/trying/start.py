@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from pathlib import Path
 
@@ -16,14 +17,16 @@ from sm_nanogpt.launcher.launching.draft import fill
 from sm_nanogpt.launcher.local.confine import is_readable
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import keep_source
-from sm_nanogpt.launcher.text.channels import corpus_of
+from sm_nanogpt.launcher.text.channels import Channel, corpus_of
 from sm_nanogpt.launcher.text.corpus import digest_of
 from sm_nanogpt.launcher.text.ids import content_of, draw_ids, write_ids
 from sm_nanogpt.launcher.text.reading import files_in
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.rule import MIN_GAIN
-from sm_nanogpt.launcher.trying.runs import trainer_class
-from sm_nanogpt.launcher.trying.search import HELD, Report, Search, directory_of
+from sm_nanogpt.launcher.trying.runs import run_maker_class
+from sm_nanogpt.launcher.trying.search import HELD, Search, directory_of
+
+logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 1 << 28  # of the text that runs read
 MAX_JUDGED = 1 << 16  # tokens of the validation text that are kept for the judge
@@ -37,42 +40,35 @@ def begin_search(
     settings: Settings,
     smallest_gain: float,
     ceiling: float | None,
-    report: Report,
 ) -> Search:
     """Begin a search: keep a part of the text for the judge, and write the first entry.
 
-    request names text, training folder, preset or size, and instance. smallest_gain, in nats,
-    is what the search looks for; ceiling is in USD. Raises InputError if it cannot begin.
+    request names text, training folder, preset or size, and instance. smallest_gain, in nats, is
+    what the search looks for; ceiling is in USD, None on this machine. Raises InputError if it
+    cannot begin.
     """
     check_smallest_gain(smallest_gain)
     target = directory_of(name, settings)
     check_directory(name, target)
-    trainer_class(request.instance or "")
-    if request.has_open_size:  # of two generations, a search would take more than twice as long
-        one_generation = {"generations": 1, **request.hyperparameters}
-        request = request.model_copy(update={"hyperparameters": one_generation})
-    draft = fill(request, settings)
+    run_maker_class(request.instance or "")
+    draft = fill(with_one_generation(request), settings)
     launch.check(draft)
-    job, text = draft.job, draft.texts["data"]
+    job = draft.job
     if len(job.instances) > 1:
         problem = "a search takes one type, or its times would not compare"
         raise InputError(problem, field="instance", value=job.instance)
-    if text.upload is None or text.upload.chats:
-        problem = "conversations are not judged" if text.upload else "its length is not known"
-        raise InputError(
-            f"{text.shown}: {problem}; a search takes text that was uploaded from here"
-        )
+    text = draft.texts["data"]
+    n_tokens = check_text(text)
     if not draft.backend.is_remote:
-        for file in text.sources:
-            if is_readable(Path(file.shown)):
-                problem = "runs may read it there, and with it the judge's part"
-                raise InputError(f"{file.shown}: {problem}; a search takes a text from elsewhere")
+        check_unreadable(text)
+
     hyperparameters = {"preset": job.preset} if job.preset else job.all_hyperparameters()
     hyperparameters.pop("seed", None)
+    config = job.config(1)
     start = {
         "text": text.shown,
         "hyperparameters": hyperparameters,
-        "device": getattr(job.config(1), "device", "auto"),
+        "device": getattr(config, "device", "auto"),
         "instance": job.instance,
         "folder": job.source.sha256,
         "smallest_gain": smallest_gain,
@@ -80,23 +76,47 @@ def begin_search(
     }
     with storage.errors_about(str(target)):
         keep_source(job.source, settings)
-        with scratch(target.parent, ".new-") as directory:
-            search = directory / "search"
-            search.mkdir(mode=0o700)  # of the judge alone
-            min_judged = max(MIN_JUDGED, job.config(1).block_size + 1)
+        with scratch(target.parent, ".new-") as temporary:
+            directory = temporary / "search"
+            directory.mkdir(mode=0o700)  # of the judge alone
             corpus = corpus_of({"data": text}, settings)
-            start["judge"] = write_texts(search, corpus, min_judged, report)
+            min_judged = max(MIN_JUDGED, config.block_size + 1)
+            start["judge"] = write_texts(directory, corpus, min_judged)
             # Of an upload of tokens, the corpus has the beginning.
-            n_tokens = max(text.upload.train_tokens, len(corpus.train))
+            n_tokens = max(n_tokens, len(corpus.train))
             if n_tokens > MAX_TOKENS:
-                unit = corpus.tokenizer.unit
-                report(f"runs read {MAX_TOKENS:,} of {n_tokens:,} {unit}")
-            start["runs_read"] = digest_of(files_in(search / "text"))
+                logger.info(f"runs read {MAX_TOKENS:,} of {n_tokens:,} {corpus.tokenizer.unit}")
+            start["runs_read"] = digest_of(files_in(directory / "text"))
             guide = GUIDE.read_text(encoding="utf-8").replace("NAME", name)
-            (search / "AGENTS.md").write_text(guide, encoding="utf-8")
-            SearchLedger(search).add("start", **start)
-            search.rename(target)
-    return Search(name, settings, report)
+            (directory / "AGENTS.md").write_text(guide, encoding="utf-8")
+            SearchLedger(directory).add("start", **start)
+            directory.rename(target)
+    return Search(name, settings)
+
+
+def with_one_generation(request: Request) -> Request:
+    """The request, of one generation where a launch would choose their number with the size: a
+    search of two would take more than twice as long."""
+    if not request.has_open_size:
+        return request
+    hyperparameters = {"generations": 1, **request.hyperparameters}
+    return request.model_copy(update={"hyperparameters": hyperparameters})
+
+
+def check_text(text: Channel) -> int:
+    """The tokens of a text. Raises InputError for one that a search cannot take."""
+    if text.upload is not None and not text.upload.chats:
+        return text.upload.train_tokens
+    problem = "its length is not known" if text.upload is None else "conversations are not judged"
+    raise InputError(f"{text.shown}: {problem}; a search takes text that was uploaded from here")
+
+
+def check_unreadable(text: Channel) -> None:
+    """Raise InputError if runs on this machine may read a file of the text."""
+    for file in text.sources:
+        if is_readable(Path(file.shown)):
+            problem = "runs may read it there, and with it the judge's part"
+            raise InputError(f"{file.shown}: {problem}; a search takes a text from elsewhere")
 
 
 def check_smallest_gain(gain: float) -> None:
@@ -117,8 +137,8 @@ def check_directory(name: str, directory: Path) -> None:
 def remove_unfinished(directory: Path) -> bool:
     """Remove a search that a command began and did not finish, so that its name is free.
 
-    Returns False if it is in use: a command holds it, its base was measured, a job was sent, or
-    money is reserved for one.
+    Returns False, and removes nothing, if it is in use: a command holds it, its base was measured,
+    a job was sent, or money is reserved for one.
     """
     with storage.errors_about(str(directory)), (directory / HELD).open("w") as file:
         if not locks.lock(file, wait=False):
@@ -131,20 +151,23 @@ def remove_unfinished(directory: Path) -> bool:
     return True
 
 
-def write_texts(directory: Path, corpus: Corpus, min_judged: int, report: Report) -> str:
+def write_texts(directory: Path, corpus: Corpus, min_judged: int) -> str:
     """Write what runs read, and what the judge reads, the end of the validation text.
 
     Returns the SHA-256 of the latter. Raises InputError for too short a text.
     """
-    tokenizer, train, val = corpus.tokenizer, draw_ids(corpus.train, MAX_TOKENS), corpus.val
-    n_judged = min(MAX_JUDGED, len(val) // 2)
+    tokenizer = corpus.tokenizer
+    n_judged = min(MAX_JUDGED, len(corpus.val) // 2)
     if n_judged < min_judged:
         problem = f"{n_judged:,} {tokenizer.unit} would be left to judge by, and a search needs"
         raise InputError(f"{problem} {min_judged:,}: use more text, or a smaller context")
-    n_val = len(val) - n_judged
-    content = content_of(val[n_val : len(val)], tokenizer.words)
+
+    n_val = len(corpus.val) - n_judged
+    train = draw_ids(corpus.train, MAX_TOKENS)
+    val = draw_ids(corpus.val[0:n_val], MAX_TOKENS)
+    write_ids(directory / "text", tokenizer, train, val)
+    content = content_of(corpus.val[n_val : len(corpus.val)], tokenizer.words)
     judged = content.decode(errors="ignore").encode()  # without a part of a character
-    write_ids(directory / "text", tokenizer, train, draw_ids(val[0:n_val], MAX_TOKENS))
     (directory / "judge.txt").write_bytes(judged)
-    report(f"judge: {n_judged:,} {tokenizer.unit} kept here; no run gets them")
+    logger.info(f"judge: {n_judged:,} {tokenizer.unit} kept here; no run gets them")
     return hashlib.sha256(judged).hexdigest()

@@ -8,7 +8,7 @@ import re
 import launching
 import pytest
 
-from sm_nanogpt.launcher.trying import search
+from sm_nanogpt.launcher.trying import comparison
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.search import SHARED
 
@@ -68,7 +68,8 @@ def failing(seed: int) -> tuple[str, str]:
 @pytest.fixture
 def group(aws, cli, text_file, tmp_path, home, monkeypatch):
     """The name of a search whose base was trained."""
-    monkeypatch.setattr(search, "CLEARLY_SLOW", 100.0)  # ten steps are less than the imports' noise
+    # Ten steps are less than the imports' noise.
+    monkeypatch.setattr(comparison, "CLEARLY_SLOW", 100.0)
     aws.sagemaker.rate = 1.0
     aws.sagemaker.run.rate = 1.0
     aws.sagemaker.run.gpus = 2

@@ -9,8 +9,8 @@ from searches import check_folder, tiny_folder
 
 from sm_nanogpt.launcher.source import Source, keep_source
 from sm_nanogpt.launcher.trying.budget import MAX_TIME
+from sm_nanogpt.launcher.trying.comparison import Comparison
 from sm_nanogpt.launcher.trying.runs import SeededRun
-from sm_nanogpt.launcher.trying.search import Comparison
 
 shared_search, tiny_search = searches.shared_search, searches.tiny_search  # fixtures
 
@@ -74,8 +74,8 @@ def test_more_steps_by_a_loop_take_more_time(tiny_search, shared_search, tmp_pat
     loop = f"            for _ in range(30):\n    {STEP}            self.step -= 29\n"
     cheat = Source.read(tiny_folder(tmp_path / "cheat", (STEP, loop)))
     keep_source(cheat, tiny_search.settings)
-    comparison = Comparison(cheat, Source.read(shared_search.base), are_fresh=False)
-    tiny_search.measure([SeededRun(cheat, 1)], comparison)
+    comparison = Comparison(tiny_search, cheat, Source.read(shared_search.base))
+    tiny_search.measure([SeededRun(cheat, 1)], "cheat", comparison)
     runs = tiny_search.ledger.of("run")
     assert runs[-1]["tokens"] == runs[0]["tokens"]
     base_seconds = tiny_search.budget.mean_seconds(comparison.base.sha256)

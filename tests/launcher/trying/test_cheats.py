@@ -38,12 +38,13 @@ from sm_nanogpt.launcher.local.runs import Run, run_all
 from sm_nanogpt.launcher.source import Source, keep_source
 from sm_nanogpt.launcher.trying import local, search
 from sm_nanogpt.launcher.trying.budget import JUDGE_TIME, MAX_TIME, sizes_of
+from sm_nanogpt.launcher.trying.comparison import SHARED, Comparison
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.planned import planned_tokens
 from sm_nanogpt.launcher.trying.refusal import Refused
 from sm_nanogpt.launcher.trying.runs import SeededRun, TriedRun
 from sm_nanogpt.launcher.trying.scoring import LONGEST_REASON, LONGEST_WINDOW, Judge, Score
-from sm_nanogpt.launcher.trying.search import Comparison, Search
+from sm_nanogpt.launcher.trying.search import Search
 
 pytestmark = pytest.mark.skipif(not layers(), reason="this system confines no program")
 RETURN = "        if targets is None:\n            return logits\n"
@@ -512,12 +513,13 @@ def test_runs_that_are_one_run_are_refused(tiny_search, shared_search, tmp_path,
         Source.read(tiny_folder(tmp_path / "a", edit_before("pass"))),
         Source.read(shared_search.base),
     )
-    monkeypatch.setattr(tiny_search, "measure", lambda runs, comparison: None)
-    losses = {(base.sha256, seed): 2.0 + seed / 1000 for seed in range(1, 5)}
-    losses |= {(source.sha256, seed): 1.9 for seed in range(1, 5)}
+    monkeypatch.setattr(tiny_search, "measure", lambda *_: None)
+    seeds = tiny_search.ledger.seeds(SHARED, 4)
+    losses = {(base.sha256, seed): 2.0 + n / 1000 for n, seed in enumerate(seeds)}
+    losses |= {(source.sha256, seed): 1.9 for seed in seeds}
     monkeypatch.setattr(SearchLedger, "losses", losses)
     with pytest.raises(Refused, match="seed"):
-        tiny_search.differences(Comparison(source, base, are_fresh=False), range(1, 5))
+        Comparison(tiny_search, source, base).differences(4)
 
 
 def test_each_model_that_seems_better_is_tested(tiny_search, shared_search, tmp_path, monkeypatch):
@@ -553,8 +555,10 @@ def test_each_model_that_seems_better_is_tested(tiny_search, shared_search, tmp_
     monkeypatch.setattr(search, "sizes_of", lambda model: {})
     monkeypatch.setattr(Judge, "score", score)
     monkeypatch.setattr(tiny_search.budget, "check_time", lambda *_: None)
-    tiny_search.differences(Comparison(source, base, are_fresh=False), (11, 12, 13, 14))
-    tiny_search.differences(Comparison(source, base, are_fresh=True), (21, 22, 23, 24))
+    drawn = {SHARED: range(11, 15), "a against b": range(21, 25)}
+    monkeypatch.setattr(tiny_search.ledger, "seeds", lambda use, n: drawn[use])
+    for use in drawn:
+        Comparison(tiny_search, source, base, use).differences(4)
     assert tested == [(source.sha256, seed) for seed in (11, 13, 21, 22, 23, 24)]
 
 

@@ -202,7 +202,6 @@ def search_in(home: Path) -> Any:
         ledger=book,
         settings=Settings(home=home),
         start=book.entries[0],
-        report=lambda line: None,
         budget=Budget(book),
     )
 
@@ -597,7 +596,7 @@ STARTS = ("try", "start", "plays", "--instance", "ml.g5.12xlarge", "--ceiling", 
 
 def test_a_ceiling_of_the_settings_shortens_the_first_job(cloud, cli, text_file, monkeypatch, home):
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", "3")
-    monkeypatch.setattr(Search, "base", begun_job)
+    monkeypatch.setattr(Search, "measure_base", begun_job)
     assert cli(*STARTS, "--text", str(text_file)).good
     [job] = cloud.sagemaker.jobs.values()
     [reserved] = ledger_of(home).of("reserved")
@@ -628,7 +627,7 @@ def test_a_refused_start_keeps_what_another_command_reserved(
         self.ledger.reserve("another", 9.5, place="", runs=[])
         raise OverCeiling("no money is free")
 
-    monkeypatch.setattr(Search, "base", reserved_meanwhile)
+    monkeypatch.setattr(Search, "measure_base", reserved_meanwhile)
     assert cli(*STARTS, "--text", str(text_file)).failed(2, "no money is free")
     assert ledger_of(home).reserved == 9.5
 

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from sm_nanogpt.launcher.trying.progress import RunProgress
 
 
-def test_runs_are_counted_and_their_time_left_is_told(monkeypatch):
+def test_runs_are_counted_and_their_time_left_is_told(monkeypatch, caplog):
     """After the first that are judged together, and then once in half a minute."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    lines: list[str] = []
-    progress = RunProgress(8, 2, lines.append)
+    caplog.set_level(logging.INFO)
+    progress = RunProgress(8, 2)
     progress.begin("4 pairs of shared seeds")
     for _ in range(8):
         now += 10
         progress.note_end()
-    assert lines == [
+    assert caplog.messages == [
         "4 pairs of shared seeds: 8 runs, 2 at a time",
         "2 of 8 runs, time left 0:01:00",
         "6 of 8 runs, time left 0:00:20",
     ]
 
 
-def test_a_few_seconds_are_worth_no_line(monkeypatch):
+def test_a_few_seconds_are_worth_no_line(monkeypatch, caplog):
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    lines: list[str] = []
-    progress = RunProgress(4, 16, lines.append)
+    caplog.set_level(logging.INFO)
+    progress = RunProgress(4, 16)
     progress.begin("base")
     for _ in range(4):
         now += 1
         progress.note_end()
-    assert lines == ["base: 4 runs, 4 at a time"]
+    assert caplog.messages == ["base: 4 runs, 4 at a time"]

@@ -22,7 +22,7 @@ from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.text import read_tokens, unsigned
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import Source, keep_source
-from sm_nanogpt.launcher.trying import local, search
+from sm_nanogpt.launcher.trying import comparison, local, search
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.refusal import Refused
 from sm_nanogpt.launcher.trying.runs import SeededRun, TriedRun
@@ -68,7 +68,7 @@ def started(cli, short_text_file, trained):
 
 
 def opened(home: Path) -> Search:
-    return Search("plays", Settings(home=home), lambda line: None)
+    return Search("plays", Settings(home=home))
 
 
 def seeds_of(home: Path, use: str) -> list[int]:
@@ -380,8 +380,8 @@ def test_a_kill_at_any_moment_is_as_none(
     monkeypatch.setattr(
         Judge, "score", lambda *args: Score(2.0 - gain_of(args[2]) + noise.gauss(0, 0.004), 3.0)
     )
-    monkeypatch.setattr(search, "MAX_TIME", 100.0)  # of a tenth of a second
-    monkeypatch.setattr(search, "CLEARLY_SLOW", 100.0)
+    monkeypatch.setattr(comparison, "MAX_TIME", 100.0)  # of a tenth of a second
+    monkeypatch.setattr(comparison, "CLEARLY_SLOW", 100.0)
     mine, base = folder(tmp_path / "mine", 0.05), folder(tmp_path / "base", 0.0)
     for path in (mine, base):  # real runs that learn nothing
         (path / "train.py").write_text("import time\ntime.sleep(0.1)\n")
@@ -485,7 +485,7 @@ def test_a_search_that_was_killed_while_it_began_is_begun_anew(
 
 def test_a_search_that_a_command_uses_is_not_begun_anew(cli, home, short_text_file, trained):
     request = Request(instance="local", preset="quick", data=str(short_text_file))
-    with begin_search("plays", request, Settings(home=home), 0.01, None, print).held(shared=True):
+    with begin_search("plays", request, Settings(home=home), 0.01, None).held(shared=True):
         again = cli("try", "start", "plays", "--text", short_text_file)
         assert again.failed(2, "there is a search plays")
     assert len(opened(home).ledger.entries) == 1
@@ -521,7 +521,7 @@ def test_begin_is_whole_or_nothing(home, short_text_file, trained, monkeypatch):
     monkeypatch.setattr(SearchLedger, "add", full)
     request = Request(instance="local", preset="quick", data=str(short_text_file))
     with pytest.raises((InputError, ServiceError), match="space"):
-        begin_search("plays", request, Settings(home=home), 0.01, None, print)
+        begin_search("plays", request, Settings(home=home), 0.01, None)
     assert not list((home / "tries").iterdir())
 
 
@@ -589,7 +589,7 @@ def test_refusals_are_entries(started, home, tmp_path, monkeypatch):
 
 def test_a_search_by_auto_trains_one_generation(cli, home, text_file, monkeypatch):
     """Two would make each of its runs take more than twice as long."""
-    monkeypatch.setattr(Search, "base", lambda self: {"loss": 2.0, "sd": 0.01, "pairs": 8})
+    monkeypatch.setattr(Search, "measure_base", lambda self: {"loss": 2.0, "sd": 0.01, "pairs": 8})
     assert cli("try", "start", "plays", "--text", text_file, "--preset", "auto").good
     [start] = SearchLedger(home / "tries/plays").of("start")
     assert start["hyperparameters"]["generations"] == 1

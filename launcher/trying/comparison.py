@@ -1,0 +1,138 @@
+"""A folder beside the base: the losses of pairs of runs, which have the same seed."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from sm_nanogpt.entry_point.metrics import duration
+from sm_nanogpt.launcher.files.ledger import Entry
+from sm_nanogpt.launcher.source import Source
+from sm_nanogpt.launcher.trying import rule
+from sm_nanogpt.launcher.trying.budget import CLEARLY_SLOW, JUDGE_TIME, MAX_TIME
+from sm_nanogpt.launcher.trying.history import SearchLedger
+from sm_nanogpt.launcher.trying.refusal import Refused
+from sm_nanogpt.launcher.trying.runs import SeededRun
+
+if TYPE_CHECKING:
+    from sm_nanogpt.launcher.trying.search import Search
+
+logger = logging.getLogger(__name__)
+
+SHARED = "pairs of all tries"  # the use of the seeds that all folders share
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A folder of a search beside the base. use: what their seeds are drawn for."""
+
+    search: Search
+    source: Source
+    base: Source
+    use: str = SHARED
+
+    @property
+    def ledger(self) -> SearchLedger:
+        return self.search.ledger
+
+    @property
+    def are_fresh(self) -> bool:
+        """True if no other folder was trained with the seeds."""
+        return self.use != SHARED
+
+    def differences(self, n: int) -> list[float]:
+        """The loss of the folder less that of the base for n seeds, after the runs for them.
+
+        Raises Refused if the folder's runs break a rule.
+        """
+        seeds = self.ledger.seeds(self.use, n)
+        pairs = f"{n} pairs of {'fresh' if self.are_fresh else 'shared'} seeds"
+        runs = []
+        for seed in seeds:
+            runs += [SeededRun(self.base, seed), SeededRun(self.source, seed)]
+        self.search.measure(runs, pairs, self)
+        losses = self.ledger.losses_of(self.source.sha256, seeds)
+        base_losses = self.ledger.losses_of(self.base.sha256, seeds)
+        differences = [loss - base for loss, base in zip(losses, base_losses, strict=True)]
+
+        gain = f"{fmean(differences):+.4f} ±{rule.margin(differences):.4f}"
+        logger.info(f"{pairs}: {gain}")
+        self.check_losses(seeds)
+        max_ratio = MAX_TIME if self.are_fresh else CLEARLY_SLOW
+        self.search.budget.check_time(self.source.sha256, self.base.sha256, seeds, max_ratio)
+        return differences
+
+    def expected_course(self, looks: Sequence[int]) -> str:
+        """How many pairs a try takes, and how long, by the runs of the base."""
+        budget = self.search.budget
+        run_seconds = budget.mean_seconds(self.base.sha256) / self.search.run_maker.at_once
+        run_seconds += budget.mean_seconds(self.base.sha256, JUDGE_TIME)
+        max_pairs = looks[-1]
+        shortest = duration(run_seconds * self.missing_runs(looks[0]))
+        longest = duration(run_seconds * (self.missing_runs(max_pairs) + 2 * max_pairs))
+        n_pairs = f"{max_pairs}"
+        if len(looks) > 1:
+            n_pairs = f"{looks[0]} to {max_pairs}"
+        fresh_pairs = f"if it looks better up to {max_pairs} of fresh ones"
+        return f"{n_pairs} pairs of shared seeds, and {fresh_pairs}: about {shortest} to {longest}"
+
+    def missing_runs(self, n: int) -> int:
+        """The number of runs that n pairs of shared seeds still take."""
+        seeds = set(self.ledger.drawn_seeds(SHARED))
+        n_missing = 0
+        for folder in (self.source.sha256, self.base.sha256):
+            n_made = len(seeds.intersection(self.ledger.seeds_of(folder)))
+            n_missing += max(0, n - n_made)
+        return n_missing
+
+    def is_candidate(self, run: SeededRun) -> bool:
+        """True if a run is of the folder that is tried, not of the base."""
+        return run.source.sha256 == self.source.sha256
+
+    def leak_check_bound(self, seed: int) -> float:
+        """The loss below which a model of the folder is checked for looking ahead. Fresh seeds
+        decide, so all of theirs are checked; on shared seeds, only models that beat the base."""
+        if self.are_fresh:
+            return math.inf
+        return self.ledger.losses.get((self.base.sha256, seed), math.inf)
+
+    def check_losses(self, seeds: Sequence[int]) -> None:
+        """Raise Refused if the runs of the folder are one run, or those of another folder."""
+        losses = self.ledger.losses
+        candidate = self.source.sha256
+        losses_of_candidate = self.ledger.losses_of(candidate, seeds)
+        if len(set(losses_of_candidate)) < len(seeds):
+            raise Refused("different seeds give the same loss")
+        for folder in {folder for folder, _ in losses} - {candidate}:
+            if [losses.get((folder, seed)) for seed in seeds] == losses_of_candidate:
+                name = f"folder {folder[:8]}, tried before"
+                if folder == self.base.sha256:
+                    name = "the base"
+                raise Refused(f"its runs are those of {name}: the change changes nothing")
+
+    def may_be_luck(self, gain: float) -> bool:
+        """As `rule.may_be_luck`, by the seeds that both folders were trained with."""
+        base_seeds = self.ledger.seeds_of(self.base.sha256)
+        seeds = self.ledger.seeds_of(self.source.sha256)
+        common = [seed for seed in seeds if seed in base_seeds]
+        losses = self.ledger.losses_of(self.source.sha256, common)
+        base_losses = self.ledger.losses_of(self.base.sha256, common)
+        return rule.may_be_luck(gain, losses, base_losses)
+
+    def numbers(self, differences: Sequence[float]) -> Entry:
+        """The mean difference with its 95 % interval, and the folder's time beside the base's."""
+        mean = fmean(differences)
+        margin = rule.margin(differences)
+        seconds = self.search.budget.mean_seconds(self.source.sha256)
+        base_seconds = self.search.budget.mean_seconds(self.base.sha256)
+        return {
+            "pairs": len(differences),
+            "mean": round(mean, 5),
+            "low": round(mean - margin, 5),
+            "high": round(mean + margin, 5),
+            "times": round(seconds / base_seconds, 5),
+        }
