@@ -23,6 +23,7 @@ from sm_nanogpt.entry_point.presets import PRESETS
 from sm_nanogpt.launcher.cli import cli
 from sm_nanogpt.launcher.cli.options import JobParameter
 from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.instances import count_gpus, gpu_of, offline_price
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.formats import FORMATS
 from sm_nanogpt.launcher.views.job_fields import columns_of
@@ -229,6 +230,20 @@ def test_the_table_of_presets_shows_their_values():
         assert re.split(", tied:|:", model)[0] == size
         assert (", tied:" in model) == c.tie_embeddings
         assert training.startswith(f"{c.max_steps} steps of {c.batch_size} sequences")
+
+
+def test_the_table_of_instance_types_shows_their_facts():
+    for cells in rows(AWS):
+        name = cells[0].strip("`")
+        if not name.startswith("ml."):
+            continue
+        gpu = gpu_of(name)
+        price = offline_price(name)
+        facts = ["none", ""]
+        if gpu is not None:
+            facts = [f"{count_gpus(name)} {gpu.name}", f"{gpu.memory} GB"]
+        facts.append(f"{price.per_hour:.2f}" if price is not None else "")
+        assert cells[1:] == facts, name
 
 
 def test_architecture_names_exist_in_their_files():
