@@ -91,7 +91,7 @@ def find_model(request: Request, settings: Settings, field: str) -> InitialModel
     check_weights(directory, field, reference)
     if storage.local_path(settings.data_store) is not None:
         return model
-    return replace(model, channel=channel_to_send(reference, directory, settings))
+    return replace(model, channel=channel_of_model(reference, directory, settings))
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def read_model(request: Request, field: str, directory: Path, channel: Channel) 
     return InitialModel(model_name(channel.shown), channel, values, tokenizer)
 
 
-def channel_to_send(reference: str, directory: Path, settings: Settings) -> Channel:
+def channel_of_model(reference: str, directory: Path, settings: Settings) -> Channel:
     """The channel of a model that has to be uploaded."""
     files = [File(path.name, path) for path in model_files(directory)]
     name = Path(reference).absolute().name

@@ -18,7 +18,7 @@ from torch import Tensor
 from sm_nanogpt.entry_point.kernels import repeat_kv
 from sm_nanogpt.entry_point.model import GPT, Attention, Block, Linear, norm, rotary
 from sm_nanogpt.entry_point.waiting import Waiting
-from sm_nanogpt.launcher.models.weights import with_weights
+from sm_nanogpt.launcher.models.weights import copy_with_weights
 
 # With so few sequences, sampling a token takes as long as reading the weights, which int8 makes
 # smaller (PackedLinear).
@@ -110,7 +110,7 @@ def sampling_copy(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
     is_large = model.config.matrix_parameters >= MIN_PACKED_PARAMETERS
     compute_dtype = torch.float32 if on_cpu else dtype
     weights = {name: p.detach().to(compute_dtype) for name, p in model.named_parameters()}
-    copy = with_weights(model, weights, compute_dtype)
+    copy = copy_with_weights(model, weights, compute_dtype)
 
     can_pack = on_cpu and is_large and torch.backends.mkldnn.is_available()
     if can_pack and dtype == torch.bfloat16:

@@ -15,7 +15,7 @@ from sm_nanogpt.entry_point.moments import DIRECTORY, FILES, generation_start
 from sm_nanogpt.entry_point.safetensors_file import read_safetensors
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.models.load import is_edited
-from sm_nanogpt.launcher.models.weights import with_weights
+from sm_nanogpt.launcher.models.weights import copy_with_weights
 
 MAX_HEADER = 1 << 24  # bytes
 T = TypeVar("T")
@@ -72,7 +72,7 @@ def read_moment(path: Path, model: GPT) -> GPT:
     tensors, _ = read_safetensors(path, sealed=True, largest=MAX_HEADER)
     check_shapes(model.state_dict(), tensors, path.name)
     check_values(path, tensors)
-    return with_weights(model, {name: tensor.float() for name, tensor in tensors.items()})
+    return copy_with_weights(model, {name: tensor.float() for name, tensor in tensors.items()})
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sm_nanogpt.entry_point.model import GPT
-from sm_nanogpt.launcher.models.weights import with_weights
+from sm_nanogpt.launcher.models.weights import copy_with_weights
 
 GROUP = 32  # weights of one scale
 BITS = (4, 5, 6, 7, 8)
@@ -88,4 +88,4 @@ def with_quantized_weights(model: GPT, parameters: Mapping[str, Quantized | Tens
     weights = {}
     for name, parameter in parameters.items():
         weights[name] = parameter.dequantize() if isinstance(parameter, Quantized) else parameter
-    return with_weights(model, weights)
+    return copy_with_weights(model, weights)

@@ -10,7 +10,7 @@ from torch import Tensor
 from sm_nanogpt.entry_point.model import GPT
 
 
-def with_weights(
+def copy_with_weights(
     model: GPT, weights: Mapping[str, Tensor], compute_dtype: torch.dtype = torch.float32
 ) -> GPT:
     """A model of the same shape that computes with these weights, by their names.
