@@ -7,6 +7,7 @@ are computed only by folders that were launched or named here, never by code fro
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib
 import importlib.util
@@ -115,6 +116,11 @@ class Source:
         sys.meta_path[:] = [*finders, Importer(package, self)]  # the folder may have moved
         with self.running():
             return importlib.import_module(f"{package}.{name}")
+
+    def known_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of these hyperparameters that the folder's Config has."""
+        names = {field.name for field in dataclasses.fields(self.module("config").Config)}
+        return {name: value for name, value in hyperparameters.items() if name in names}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

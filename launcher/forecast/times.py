@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.forecast.sizes import step_work
@@ -51,11 +51,9 @@ def speed_of(
     tokens_per_second = (job.metrics or {}).get("tokens_per_second")
     if job.status != "Completed" or not (tokens_per_second and job.started and job.ended):
         return None
-    config_class = source.module("config").Config
-    names = {field.name for field in fields(config_class)}
-    values = {name: value for name, value in job.hyperparameters.items() if name in names}
+    values = source.known_hyperparameters(job.hyperparameters)
     try:
-        config = config_class(**values)
+        config = source.module("config").Config(**values)
     except source.module("errors").ConfigError:
         return None
     if getattr(config, "generations", 1) > 1 or "teacher" in job.inputs:  # those are slower

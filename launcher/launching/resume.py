@@ -4,7 +4,7 @@ the new job can continue it."""
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from sm_nanogpt.launcher.backends import backend_class
@@ -82,14 +82,13 @@ def as_computed_by(request: Request, earlier: EarlierJob) -> EarlierJob:
     Logs those that it does not have.
     """
     source = request.source
-    names = {field.name for field in fields(source.module("config").Config)}
     recorded = earlier.description.hyperparameters
-    unknown = sorted(recorded.keys() - names)
+    hyperparameters = source.known_hyperparameters(recorded)
+    unknown = sorted(recorded.keys() - hyperparameters.keys())
     if unknown:
         options = ", ".join(unknown)
         logger.info(f"{source.directory} has no {options}; the earlier job's values are left out")
 
-    hyperparameters = {name: value for name, value in recorded.items() if name in names}
     update = {
         "preset": None,
         "hyperparameters": hyperparameters,

@@ -119,10 +119,12 @@ def repeated_share_of(channels: Texts) -> float | None:
 
 def files_of(channel: Channel) -> tuple[File, ...]:
     """The files of a plain text on this machine; none if it is elsewhere, or tokens."""
+    if channel.sources:
+        return tuple(channel.sources)
     directory = storage.local_path(channel.uri)
     upload = channel.upload
-    if channel.sources or upload is None or upload.train_tokens or directory is None:
-        return tuple(channel.sources)
+    if directory is None or upload is None or upload.train_tokens:
+        return ()
     return tuple(File(name, directory / name) for name in upload.files)
 
 

@@ -169,16 +169,21 @@ def download(
             else:
                 step = export(description, model, settings, progress, entry_point)
                 directory = directory.with_name(directory_name(step))
-            directory.parent.mkdir(exist_ok=True)
-            try:
-                model.rename(directory)
-            except OSError:
-                if not directory.is_dir():  # else another process was first
-                    raise
+            move_model(model, directory)
     if description.model_uri is None:
         state = f"job {description.job_id} is {description.status}"
         logger.warning(f"{state}; this is its last checkpoint, {directory.name}")
     return directory
+
+
+def move_model(model: Path, directory: Path) -> None:
+    """Moves a complete model to its directory, unless another process was first."""
+    directory.parent.mkdir(exist_ok=True)
+    try:
+        model.rename(directory)
+    except OSError:
+        if not directory.is_dir():
+            raise
 
 
 def export(

@@ -7,7 +7,6 @@ packaged one computes a model that is Qwen3's: its run has found that both give 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -153,8 +152,7 @@ def read_artefact(directory: Path) -> Artefact:
 
 def known_config(hyperparameters: Mapping[str, Any]) -> Config:
     """Returns the packaged folder's Config, without hyperparameters that an edited one added."""
-    names = {field.name for field in dataclasses.fields(Config)}
-    return make_config({key: value for key, value in hyperparameters.items() if key in names})
+    return make_config(Source.packaged().known_hyperparameters(hyperparameters))
 
 
 def own_model(

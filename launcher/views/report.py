@@ -113,6 +113,7 @@ class ReportedRun:
         if not earlier_times:
             origin = started or times[0]
             return [time - origin for time in times]
+
         pause = started - earlier_times[-1]
         own_times = [time - pause for time in times if time >= started]
         return [time - times[0] for time in earlier_times + own_times]
