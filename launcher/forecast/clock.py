@@ -116,13 +116,13 @@ class LocalClock:
 
     def placement(self, size: float) -> LocalPlacement:
         """The processes and the GPUs of a job of a size on this machine."""
-        job = TrainingJob(data="file:///", hyperparameters=self.sizes.values(size))
+        job = TrainingJob(data="file:///", hyperparameters=self.sizes.hyperparameters(size))
         job._source = self.sizes.source
         return plan_processes(job)
 
     def first_steps(self, size: float, n_steps: int) -> Trial:
         """The first steps of a job on this machine, whose windows have all lengths of the job's."""
-        values = self.sizes.values(size)
+        values = self.sizes.hyperparameters(size)
         placement = self.placement(size)
         values |= {"max_steps": n_steps, "device": "auto", "log_interval": 1, "sample_length": 300}
         if not placement.gpus:

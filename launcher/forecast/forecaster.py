@@ -134,7 +134,7 @@ class Forecaster:
     def pilots(self) -> dict[PlannedPilot, Pilot]:
         """The pilots of this text, after those that the ledger lacks have run."""
         planned_pilots = pilots_of(self.sizes.n_tokens)
-        trials = trials_of(planned_pilots, self.sizes.values)
+        trials = trials_of(planned_pilots, self.sizes.hyperparameters)
         recorded = self.ledger.pilots
         missing = [trial for trial in trials if trial.name not in recorded]
         n_ended = len(trials) - len(missing)

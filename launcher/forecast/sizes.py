@@ -19,14 +19,14 @@ class Sizes:
         self.n_tokens = n_tokens
         self.vocabulary_size = vocabulary_size
 
-    def values(self, size: float, n_tokens: int | None = None) -> dict[str, Any]:
+    def hyperparameters(self, size: float, n_tokens: int | None = None) -> dict[str, Any]:
         sizes = self.source.module("sizes")
         with self.source.running():
             return dict(sizes.hyperparameters_for_size(size, n_tokens or self.n_tokens))
 
     def config(self, size: float, n_tokens: int | None = None) -> Any:
         config_class = self.source.module("config").Config
-        values = self.values(size, n_tokens)
+        values = self.hyperparameters(size, n_tokens)
         with self.source.running():
             return config_class(**values)
 
