@@ -205,10 +205,16 @@ class Forecaster:
         local: LocalTimes,
         instances: Sequence[InstanceType],
     ) -> Row:
+        """The row of a size, with its time here and on each instance type, and its cost there."""
+        work = self.sizes.work(size)
+        seconds = {LOCAL: local.seconds[size]}
+        dollars = {}
+        for instance in instances:
+            seconds[instance.name] = instance.seconds(work)
+            dollars[instance.name] = instance.dollars(work)
+
         run = self.sizes.run(size)
         config = self.sizes.config(size)
-        work = self.sizes.work(size)
-        seconds = {instance.name: instance.seconds(work) for instance in instances}
         n_embeddings = 1 if config.tie_embeddings else 2
         embedding = len(self.corpus.tokenizer) * config.n_embd * n_embeddings
         return Row(
@@ -217,8 +223,8 @@ class Forecaster:
             readings=run.tokens / self.sizes.n_tokens,
             expected=expected,
             bits_per_byte=expected.loss * bits_per_nat,
-            seconds={LOCAL: local.seconds[size], **seconds},
-            dollars={instance.name: instance.dollars(work) for instance in instances},
+            seconds=seconds,
+            dollars=dollars,
         )
 
     def change_to(self, other: MeasuredRun, size: float, loss: float, law: TextLaw) -> Change:

@@ -9,9 +9,10 @@ from sm_nanogpt.launcher.source import Source
 
 
 class Sizes:
-    """The runs of each size on a text, or on a part of it, by the rules of a training folder.
+    """The runs of each size on a text, by the rules of a training folder.
 
-    n_tokens is the length of the whole text, vocabulary_size that of its tokenizer.
+    n_tokens is the length of the text, and vocabulary_size that of its tokenizer. Methods that take
+    a number of tokens are about a part of the text of that length; by default, about all of it.
     """
 
     def __init__(self, source: Source, n_tokens: int, vocabulary_size: int) -> None:
@@ -20,17 +21,20 @@ class Sizes:
         self.vocabulary_size = vocabulary_size
 
     def hyperparameters(self, size: float, n_tokens: int | None = None) -> dict[str, Any]:
+        """The hyperparameters of a run."""
         sizes = self.source.module("sizes")
         with self.source.running():
             return dict(sizes.hyperparameters_for_size(size, n_tokens or self.n_tokens))
 
     def config(self, size: float, n_tokens: int | None = None) -> Any:
+        """The folder's Config of a run."""
         config_class = self.source.module("config").Config
         values = self.hyperparameters(size, n_tokens)
         with self.source.running():
             return config_class(**values)
 
     def run(self, size: float, n_tokens: int | None = None) -> MeasuredRun:
+        """A run, whose loss is not known."""
         config = self.config(size, n_tokens)
         trained_on = config.max_steps * config.batch_size * config.block_size
         return MeasuredRun(config.matrix_parameters, trained_on, n_tokens or self.n_tokens)

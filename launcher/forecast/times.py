@@ -22,6 +22,7 @@ class InstanceType:
     job_id: str = ""
 
     def seconds(self, work: float) -> float | None:
+        """The time of a job of so many operations; None if no speed is known."""
         if self.flops is None:
             return None
         return self.around + work / self.flops

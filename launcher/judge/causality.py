@@ -109,6 +109,7 @@ class ScoredWindow:
 def scored_windows(
     worker: Worker, encoded: Sequence[Encoded], nats: Sequence[Tensor]
 ) -> list[ScoredWindow]:
+    """The windows of the documents, with the losses of their tokens, float64 [n] for each."""
     windows = cut_windows(encoded, worker.tokenizer.start, worker.block_size)
     counts = [int((window.targets != IGNORED).sum()) for window in windows]
     nats_of_windows = torch.cat([*nats]).split(counts)

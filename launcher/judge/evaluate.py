@@ -149,6 +149,7 @@ def evaluate(
 
 
 def all_passages(encoded: Sequence[Encoded], nats: Sequence[Tensor], size: int) -> list[Passage]:
+    """The passages of all documents, as `passages` cuts each."""
     parts = list[Passage]()
     for document, nats_of_document in zip(encoded, nats, strict=True):
         parts += passages(document, nats_of_document, size)

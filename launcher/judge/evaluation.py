@@ -35,6 +35,7 @@ class Passage:
 
 
 def total(parts: Sequence[Passage]) -> Passage:
+    """All parts as one."""
     return Passage(
         place="",
         nats=math.fsum(part.nats for part in parts),

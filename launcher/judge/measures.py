@@ -61,18 +61,21 @@ def measure_anchors(subject: Subject) -> dict[str, Any]:
 
 
 def xz(subject: Subject) -> float | None:
+    """Bits per byte of a compressor on the texts; None for conversations."""
     if subject.has_chats:
         return None
     return anchors.xz(b"".join(document.text.content for document in subject.encoded))
 
 
 def ngram(subject: Subject) -> float | None:
+    """Bits per byte of a 5-gram of the training text; None without it, or for conversations."""
     if subject.training is None or subject.has_chats:
         return None
     return anchors.ngram(subject.training.content, torch.cat(subject.contents))
 
 
 def validation(subject: Subject) -> float | None:
+    """Bits per byte of the model on its own validation text; None if that is not here."""
     if subject.training is None or subject.training.validation is None:
         return None
     [document] = encode([subject.training.validation], subject.worker.tokenizer)
@@ -81,7 +84,10 @@ def validation(subject: Subject) -> float | None:
 
 
 def overlap(subject: Subject) -> float | None:
-    """Also warns of a text that mostly stands in the training text."""
+    """The fraction of the texts that the training text has too; None if that is not here.
+
+    Warns if it is most of them.
+    """
     if subject.training is None:
         return None
     fraction = anchors.overlap(subject.training.content, subject.contents)
@@ -91,6 +97,7 @@ def overlap(subject: Subject) -> float | None:
 
 
 def copied(subject: Subject) -> int | None:
+    """The bytes of the longest run of the model's samples that its training text has too."""
     if subject.training is None:
         return None
     samples = subject.worker.sample(

@@ -78,6 +78,7 @@ def check_upload(upload: Upload, shown: str, config: Any, part: str) -> None:
 
 
 def warn_of_long_conversations(upload: Upload, block_size: int) -> None:
+    """Warn if conversations are longer than the context of a run."""
     n_long = 0
     for context, n_conversations in upload.contexts.items():
         if context > block_size:
