@@ -309,7 +309,14 @@ class Search:
         return verdict
 
     def gain(self, n: int) -> Entry:
-        """What all kept folders gain together, on fresh seeds."""
+        """Measure on fresh seeds what all kept folders gain together, and add that to the ledger.
+
+        Raises InputError if nothing was kept yet.
+        """
+        with self.held(shared=self.makes_jobs):
+            return self.measure_gain(n)
+
+    def measure_gain(self, n: int) -> Entry:
         first = self.first
         last = self.source(self.ledger.base)
         if first.sha256 == last.sha256:

@@ -311,6 +311,22 @@ def test_the_gain_of_all_kept_tries_is_measured_anew(started, home, tmp_path):
     assert f"{entry['mean']:+.4f}" in ran.out
 
 
+class Waiting(Exception):
+    """A command waits for another one."""
+
+
+def test_a_gain_waits_for_another_command(started, home, tmp_path):
+    """No run trains while a model is judged: the model could signal to it what the text is."""
+    started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+
+    def report(line: str) -> None:
+        if "another command uses this search" in line:
+            raise Waiting
+
+    with opened(home).held(shared=False), pytest.raises(Waiting):
+        Search("plays", Settings(home=home), report).gain(4)
+
+
 def test_the_log_lists_each_try(started, tmp_path):
     for name, gain in (("a", 0.05), ("b", 0.0)):
         arguments = ("--group", "plays", "--note", f"idea {name}")
