@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 from models import tokenizer_of
 from torch import Tensor
@@ -30,3 +32,15 @@ class Fake(Worker):
 
     def sample(self, prompts: Sequence[Any], **sampling: Any) -> list[str]:
         return self.samples_function(prompts, **sampling)
+
+
+def worker_that_sends(*messages: bytes, patience: float = 60.0) -> Worker:
+    """The judge's end of a process that sends messages and then waits, until it is killed."""
+    worker = Worker.__new__(Worker)
+    worker.pipe, theirs = Pipe()
+    worker.directory, worker.patience = Path("model"), patience
+    worker.program = Mock(kill=theirs.close)
+    worker.how_it_ended = lambda: "answers no more"  # type: ignore[method-assign]
+    for message in messages:
+        theirs.send_bytes(message)
+    return worker

@@ -12,10 +12,8 @@ import random
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import launching
 import pytest
@@ -26,12 +24,12 @@ from models import tokenizer_of
 from probes import DAEMON
 from searches import check_folder, tiny_folder
 from torch import Tensor
-from workers import Fake
+from workers import Fake, worker_that_sends
 
 from sm_nanogpt import ServiceError
 from sm_nanogpt.launcher.judge.score import losses
 from sm_nanogpt.launcher.judge.texts import Text, encode
-from sm_nanogpt.launcher.judge.worker import LONGEST_PROBLEM, PADDED_SIZE, Worker
+from sm_nanogpt.launcher.judge.worker import LONGEST_PROBLEM, PADDED_SIZE
 from sm_nanogpt.launcher.local import runs as local_runs
 from sm_nanogpt.launcher.local.confine import layers
 from sm_nanogpt.launcher.local.runs import Run, run_all
@@ -181,18 +179,6 @@ def test_logits_are_normalized_by_the_judge(cheat, loss, encoded):
 def test_logits_that_are_no_numbers_are_refused(value, encoded):
     with pytest.raises(ServiceError, match="not finite"):
         losses(Fake(LETTERS, lambda ids: guesses(ids) * value), encoded)
-
-
-def worker_that_sends(*messages: bytes, patience: float = 60.0) -> Worker:
-    """The judge's end of a process that sends messages and then waits, until it is killed."""
-    worker = Worker.__new__(Worker)
-    worker.pipe, theirs = Pipe()
-    worker.directory, worker.patience = Path("model"), patience
-    worker.program = Mock(kill=theirs.close)
-    worker.how_it_ended = lambda: "answers no more"  # type: ignore[method-assign]
-    for message in messages:
-        theirs.send_bytes(message)
-    return worker
 
 
 @pytest.mark.parametrize("messages", [[], [b""]], ids=["nothing", "half an answer"])
