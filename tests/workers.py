@@ -30,8 +30,12 @@ class Fake(Worker):
     def logits(self, ids: Tensor) -> Tensor:
         return self.logits_function(ids)
 
-    def sample(self, prompts: Sequence[Any], **sampling: Any) -> list[str]:
-        return self.samples_function(prompts, **sampling)
+    def sample(
+        self, prompts: Sequence[Any], max_new_tokens: int, num_samples: int = 1, **sampling: Any
+    ) -> list[str]:
+        sampling |= {"max_new_tokens": max_new_tokens, "num_samples": num_samples}
+        samples: list[str] = self.samples_function(prompts, **sampling)
+        return samples
 
 
 def worker_that_sends(*messages: bytes, patience: float = 60.0) -> Worker:

@@ -58,9 +58,10 @@ PASS_TOKENS = 1 << 12
 PASS_LOGITS = 1 << 24
 ROW_STEP = 16  # rows that are scored have a multiple of it, or as many ids as the context
 PATIENCE = 600.0  # seconds by the clock that a model may take for an answer
-# Bytes of a problem, and of texts, that a model's process may send. A longer one is not read.
+# Bytes that a model's process may send of a problem, and of its facts or the pieces of samples. A
+# longer message is not read.
 LONGEST_PROBLEM = 1 << 16
-LONGEST_ANSWER = 1 << 26
+LONGEST_ANSWER = 1 << 20
 # A model may have more logits than tokens: so many, or twice the tokens. The answers of one with
 # millions could take more memory than the machine has.
 PADDED_SIZE = 1 << 16
@@ -265,10 +266,36 @@ class Worker:
                 row[: len(window)] = window
             yield indices, self.logits(rows)
 
-    def sample(self, prompts: Sequence[Any], **sampling: Any) -> list[str]:
-        """Texts that continue prompts: messages of a conversation each, or None, for any text."""
-        request = json.dumps({"prompts": prompts, "sampling": sampling}).encode()
-        texts: list[str] = json.loads(self.answer(request))
+    def sample(
+        self, prompts: Sequence[Any], max_new_tokens: int, num_samples: int = 1, **sampling: Any
+    ) -> list[str]:
+        """Texts that continue prompts, num_samples of each: messages of a conversation, or None,
+        for any text."""
+        sampling |= {"max_new_tokens": max_new_tokens, "num_samples": num_samples}
+        texts = list[str]()
+        for messages in prompts:
+            request = json.dumps({"messages": messages, "sampling": sampling}).encode()
+            texts += self.samples(request, max_new_tokens, num_samples)
+        return texts
+
+    def samples(self, request: bytes, max_new_tokens: int, num_samples: int) -> list[str]:
+        """The samples that the process sends, a piece of each with every answer.
+
+        Each token is an answer, so that all together may take longer than `patience`. An empty
+        answer is the last.
+        """
+        texts = [""] * num_samples
+        n_answers = 0
+        content = self.answer(request)
+        while content:
+            n_answers += 1
+            pieces = parse(content, list[str], f"{self.directory}: a sample")
+            # The last answer ends a character that may never have been completed.
+            if len(pieces) != num_samples or n_answers > max_new_tokens + 1:
+                problem = "its process sends other samples than were asked for"
+                raise ServiceError(f"{self.directory}: {problem}")
+            texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+            content = self.answer()
         return texts
 
 
@@ -340,16 +367,21 @@ def answers(
                 ids = torch.frombuffer(content, dtype=torch.int32).view(request["shape"])
                 yield net(ids.long()).float().contiguous().numpy().tobytes()
             else:
-                texts = list[str]()
-                for messages in request["prompts"]:
-                    texts += samples(model, tokenizer, messages, **request["sampling"])
-                yield json.dumps(texts).encode()
+                for pieces in sample_columns(model, tokenizer, **request):
+                    yield json.dumps(pieces).encode()
+                yield b""
 
 
-def samples(
-    model: Any, tokenizer: Any, messages: Sequence[Mapping[str, str]] | None, **sampling: Any
-) -> list[str]:
-    """The answers of a model to messages. A base model continues their texts, or any text."""
+def sample_columns(
+    model: Any,
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, str]] | None,
+    sampling: Mapping[str, Any],
+) -> Iterator[list[str]]:
+    """Yield, token by token, the next piece of each answer of a model to messages.
+
+    A base model continues their texts, or any text.
+    """
     from sm_nanogpt.launcher.models.chat import Message
     from sm_nanogpt.launcher.models.sample import stream_answers
 
@@ -358,5 +390,4 @@ def samples(
         prompt = [Message(**message) for message in messages]
     elif messages:
         prompt = "".join(f"{message['content']}\n" for message in messages)
-    columns = stream_answers(model, tokenizer, prompt, **sampling)
-    return ["".join(pieces) for pieces in zip(*columns, strict=True)]
+    yield from stream_answers(model, tokenizer, prompt, **sampling)

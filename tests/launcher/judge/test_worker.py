@@ -13,7 +13,7 @@ from edits import HEAD
 from judged_texts import plain
 from leaks import EMBEDDED, LAST, LEAKS, insert_after
 from torch import Tensor
-from workers import Fake
+from workers import Fake, worker_that_sends
 
 from sm_nanogpt import ServiceError, Settings, load_model
 from sm_nanogpt.launcher.cli.evaluate import print_evaluations
@@ -200,3 +200,26 @@ def test_a_worker_computes_with_as_many_threads_as_its_judge(models, monkeypatch
         Worker(models["characters"], Settings(), None)
     *_, n_threads, _ = commands[0]
     assert n_threads == "3"
+
+
+def test_each_token_of_a_sample_has_the_patience_of_an_answer(start, models):
+    """All of them together may take hours, if a large model keeps no keys and values."""
+    with start(models["characters"]) as worker:
+        with patch.object(worker, "answer", wraps=worker.answer) as answer:
+            [sample] = worker.sample([None], max_new_tokens=20)
+        assert len(sample) == 20
+        assert answer.call_count >= 20
+
+
+@pytest.mark.parametrize(
+    ("answers", "problem"),
+    [
+        ([b"5"], "a sample is damaged"),
+        ([b'["a"]', b'["b", "c"]'], "other samples than were asked for"),
+        ([b'["a"]'] * 4, "other samples than were asked for"),
+    ],
+)
+def test_samples_that_were_not_asked_for_are_refused(answers, problem):
+    messages = [part for content in answers for part in (b"", content)]
+    with pytest.raises(ServiceError, match=problem):
+        worker_that_sends(*messages).sample([None], max_new_tokens=2)
