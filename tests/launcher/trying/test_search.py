@@ -315,16 +315,17 @@ class Waiting(Exception):
     """A command waits for another one."""
 
 
-def test_a_gain_waits_for_another_command(started, home, tmp_path):
+def test_a_gain_waits_for_another_command(started, home, tmp_path, monkeypatch):
     """No run trains while a model is judged: the model could signal to it what the text is."""
     started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
 
-    def report(line: str) -> None:
+    def log(line: str) -> None:
         if "another command uses this search" in line:
             raise Waiting
 
+    monkeypatch.setattr(search.logger, "info", log)
     with opened(home).held(shared=False), pytest.raises(Waiting):
-        Search("plays", Settings(home=home), report).gain(4)
+        opened(home).gain(4)
 
 
 def test_the_log_lists_each_try(started, tmp_path):
