@@ -18,6 +18,8 @@ MAX_MISFIT = 0.03  # of log losses: that of honest texts is up to 0.015
 MAX_DEVIATIONS = 4  # of what compute is worth: most texts are within 2.4, release notes at 5
 MAX_ABOVE = 0.02  # of log loss: the largest pilot of honest texts is up to 0.014 above the law
 OTHER_KIND = 1.3  # validation loss over train loss, early in training: honest texts are near 1
+MIN_LOSS = 0.1  # nats: a pilot on a text that repeats itself loses less
+MAX_OF_ENTROPY = 0.97  # of the loss by frequencies alone: a pilot that learns loses less
 AS_GOOD = 0.003  # nats: a size that loses so little more is as good
 
 
@@ -30,10 +32,10 @@ def check_text(pilots: Mapping[float, Pilot], ids: Tensor, unit: str) -> None:
     shares = counts[counts > 0] / counts.sum()
     entropy = -float((shares * shares.log()).sum())  # the loss of a model that knows no more
     lowest = min(pilot.loss for pilot in pilots.values())
-    if lowest < 0.1:
+    if lowest < MIN_LOSS:
         problem = f"the text repeats itself: a pilot has a loss of {lowest:.3f} nats"
         raise InputError(f"no forecast: {problem}")
-    if lowest > 0.97 * entropy:
+    if lowest > MAX_OF_ENTROPY * entropy:
         problem = problem_of_validation(pilots)
         if problem:
             raise InputError(f"no forecast: {problem}", "another-kind")

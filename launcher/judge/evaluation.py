@@ -158,12 +158,15 @@ class Evaluation:
         if self.n_unknown:
             facts["unknown characters"] = f"{self.n_unknown:,}, of the bits {self.unknown_bits:.3f}"
         if first is not None and first is not self:
-            differences = []
-            for part, other in zip(self.parts, first.parts, strict=True):
-                differences.append(replace(part, nats=part.nats - other.nats))
-            bits = total(differences).bits_per_byte
-            facts["less the first"] = with_interval(bits, margin(differences))
+            facts["less the first"] = self.difference_from(first)
         return facts
+
+    def difference_from(self, first: Evaluation) -> str:
+        """The bits per byte less those of another model on the same text, and their interval."""
+        differences = []
+        for part, other in zip(self.parts, first.parts, strict=True):
+            differences.append(replace(part, nats=part.nats - other.nats))
+        return with_interval(total(differences).bits_per_byte, margin(differences))
 
 
 def formatted(value: float | None, spec: str, suffix: str = "") -> str:

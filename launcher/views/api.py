@@ -224,14 +224,11 @@ def routes(players: Sequence[Player]) -> list[Route]:
         http_request: HTTPRequest, kind: type[ChatRequest] | type[TextRequest]
     ) -> Response:
         request = read_request(await http_request.body(), kind)
-        name = request.model
-        if name is None:
-            name, *other_names = by_name
-            if other_names:
-                raise InputError(f"model: must be one of {', '.join(by_name)}")
-        player = by_any_name.get(name)
+        if request.model is None and len(by_name) > 1:
+            raise InputError(f"model: must be one of {', '.join(by_name)}")
+        player = players[0] if request.model is None else by_any_name.get(request.model)
         if player is None:
-            message = f"no model {name!r}; there is {', '.join(by_name)}"
+            message = f"no model {request.model!r}; there is {', '.join(by_name)}"
             return error_response(404, message, "model_not_found")
 
         answer, tokens = start_answer(player, request)
