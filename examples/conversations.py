@@ -2,6 +2,7 @@
 
     python examples/conversations.py --text input.txt             # about eight minutes on one core
     python examples/conversations.py --text input.txt --seeds 3
+    python examples/conversations.py --text input.txt --quick     # seconds; its figures say nothing
 
 It trains a base model on the text, makes conversations (sums, which number is larger, how a word of
 the text is spelled), tunes the model on them, and asks questions that it has not seen, before and
@@ -25,6 +26,9 @@ Pair = tuple[str, str]  # a question and its answer
 
 BASE = {"n_embd": 192, "n_head": 3, "n_layer": 4, "block_size": 128, "batch_size": 12}
 HELD_OUT = 100  # questions of each kind
+# With --quick.
+TINY = {"n_embd": 32, "n_head": 2, "n_layer": 1, "block_size": 128, "batch_size": 12}
+FEW_PAIRS = 100  # to learn, of each kind
 
 
 def questions(text: str, seed: int) -> dict[str, list[Pair]]:
@@ -84,7 +88,8 @@ def run_round(args: argparse.Namespace, seed: int, directory: Path) -> None:
     """Trains a base model, tunes it, asks both, and prints a row for each kind of question."""
     settings = Settings(home=directory / "home")
     data = upload_data(args.text, settings, tokenizer="bpe", vocab_size=512)
-    values = {**BASE, "max_steps": args.base_steps, "seed": seed, "sample_length": 0}
+    shape = TINY if args.quick else BASE
+    values = {**shape, "max_steps": args.base_steps, "seed": seed, "sample_length": 0}
     request = Request(instance="local", data=data.uri, preset="cpu", hyperparameters=values)
     base, base_seconds = trained(request, settings)
 
@@ -93,7 +98,8 @@ def run_round(args: argparse.Namespace, seed: int, directory: Path) -> None:
     learned: list[Pair] = []
     for kind, pairs in kinds.items():
         new[kind] = pairs[: args.ask]
-        learned += pairs[args.ask :]
+        others = pairs[args.ask :]
+        learned += others[:FEW_PAIRS] if args.quick else others
     chats_file = directory / "chats.jsonl"
     write_conversations(chats_file, learned, seed)
     chats = upload_data(chats_file, settings, tokenizer=base.id)
@@ -124,7 +130,11 @@ def main() -> None:
     parser.add_argument("--base-steps", type=int, default=600)
     parser.add_argument("--steps", type=int, default=1500, help="of the tuning (default 1500)")
     parser.add_argument("--ask", type=int, default=HELD_OUT, help="questions of each kind")
+    parser.add_argument("--quick", action="store_true", help="a tiny model that learns nothing")
     args = parser.parse_args()
+    if args.quick:
+        args.base_steps = args.steps = 5
+        args.ask = 2
     print("| seed | questions | base model | tuned | base s | tuning s |")
     print("|---|---|---|---|---|---|")
     for seed in range(args.seeds):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.metadata
 import json
 import os
 import platform
@@ -219,7 +220,13 @@ def cpu_name() -> str:
 
 @functools.cache
 def torch_and_gpu() -> tuple[str, str | None]:
-    """torch's version and its GPU, asked in another process so that this one stays small."""
+    """torch's version and its GPU, asked in another process so that this one stays small.
+
+    A build for CPUs says so in its version, and is not asked.
+    """
+    version = importlib.metadata.version("torch")
+    if version.endswith("+cpu"):
+        return version, None
     ask = """import json, torch
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
 print(json.dumps([torch.__version__, gpu]))"""
