@@ -207,7 +207,7 @@ def short_text_file(text, tmp_path_factory):
 
 
 @pytest.fixture
-def environment(tmp_path, text_file, monkeypatch):
+def environment(tmp_path, short_text_file, monkeypatch):
     """Variables for a shell: an empty home, and no settings from outside."""
     for name in list(os.environ):
         if name.startswith(("SM_", "AWS_")):
@@ -215,7 +215,7 @@ def environment(tmp_path, text_file, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("MAX_STEPS", "20")
-    monkeypatch.setenv("TEXT", str(text_file))
+    monkeypatch.setenv("TEXT", str(short_text_file))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the cores are those of other tests too
     (tmp_path / "home").mkdir()
     return dict(os.environ)

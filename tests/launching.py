@@ -319,3 +319,49 @@ def output_of(command: list[str | Path], cwd: Path, environment: dict[str, str])
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_example(
+    name: str, *arguments: str | Path, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A script of examples/, as a process of its own, of one thread."""
+    command = [sys.executable, str(warm.EXAMPLES / f"{name}.py"), *map(str, arguments)]
+    with warm.replacing(warm.Process).Popen(
+        command,
+        cwd=Path.cwd(),
+        env={**(os.environ if env is None else env), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=600)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+# With neither site nor packages, so that it starts in hundredths of a second.
+COMMAND = """\
+#!{python} -S
+import os, sys
+sys.path.insert(0, {tests!r})
+import warm
+warm.address = {address!r}
+command = [sys.executable, "-P", "-c", {code!r}, *sys.argv[1:]]
+process = warm.Process(command, cwd=os.getcwd(), env=dict(os.environ), start_new_session=True)
+sys.exit(process.wait())
+"""
+
+
+def put_command(directory: Path, code: str = PROGRAM[-1]) -> None:
+    """Makes a program `sm-nanogpt`, for scripts that have this directory on their PATH."""
+    warm.server()
+    program = directory / "sm-nanogpt"
+    tests = str(Path(__file__).parent)
+    text = COMMAND.format(python=sys.executable, tests=tests, address=warm.address, code=code)
+    program.write_text(text)
+    program.chmod(0o755)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import importlib
 import json
 import os
 import runpy
@@ -31,12 +32,14 @@ from typing import Any, NoReturn
 LARGEST = 1 << 20  # bytes of a request, which holds the environment
 # Processes of the tests import this checkout, although another one may be installed.
 CHECKOUT = str(Path(__file__).parents[1])
+EXAMPLES = Path(CHECKOUT, "examples")
 paths = [CHECKOUT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(paths)))
 # Taken before any test changes the environment: the server may start at any of them.
 STARTING = {**os.environ, "OMP_NUM_THREADS": "1"}
 PADDING = " " * 4000  # room for the command lines of forks
 address = ""  # of the server
+subprocess_popen = subprocess.Popen  # which a program may have replaced
 
 
 def serves(command: Sequence[str], env: Mapping[str, str]) -> bool:
@@ -47,11 +50,17 @@ def serves(command: Sequence[str], env: Mapping[str, str]) -> bool:
     names -= {"PYTHONUNBUFFERED", "GOMP_SPINCOUNT", "TORCH_CPP_LOG_LEVEL"}
     names -= {"PYTHONDONTWRITEBYTECODE"}  # which changes no result, and which a job does not get
     names -= {"TORCHINDUCTOR_CACHE_DIR"}  # which transformers sets, and nothing reads at the start
-    same_variables = all((env.get(name) or "") == (STARTING.get(name) or "") for name in names)
+    same_variables = all(values_of(name, env) == values_of(name, STARTING) for name in names)
     if sys.platform != "linux" or command[0] != sys.executable:
         return False
     runs_code = command[1] in ("-P", "-c") or command[1].endswith(".py")
     return runs_code and same_variables
+
+
+def values_of(name: str, env: Mapping[str, str]) -> list[str]:
+    """The value of a variable. Each directory of PYTHONPATH counts once."""
+    value = env.get(name) or ""
+    return list(dict.fromkeys(value.split(os.pathsep))) if name == "PYTHONPATH" else [value]
 
 
 class Process(subprocess.Popen[Any]):
@@ -109,8 +118,29 @@ def replacing(start: type[subprocess.Popen[Any]]) -> types.SimpleNamespace:
     """The module subprocess, with another way to start what may be replaced."""
 
     def popen(command: Any, **options: Any) -> Any:
-        chosen = start if serves(command, options["env"]) else subprocess.Popen
-        return chosen(command, **options)
+        if isinstance(command, str):
+            return subprocess_popen(command, **options)
+        words = list(map(os.fspath, command))
+        env = dict(options.get("env") or os.environ)
+        if not serves(words, env):
+            return subprocess_popen(command, **options)
+        options |= {"env": env, "cwd": options.get("cwd") or Path.cwd()}
+        if start is Process:
+            options["start_new_session"] = True
+        return start(words, **options)
+
+    return types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+
+
+def replacing_unmeasured() -> types.SimpleNamespace:
+    """The same for examples/benchmarks/measure.py, but for processes whose cost it asks for: these
+    have no output, and are to be its own children."""
+
+    def popen(command: Any, **options: Any) -> Any:
+        outputs = (options.get("stdout"), options.get("stderr"))
+        if outputs == (subprocess.DEVNULL, subprocess.DEVNULL):
+            return subprocess_popen(command, **options)
+        return replacing(Process).Popen(command, **options)
 
     return types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
 
@@ -118,10 +148,14 @@ def replacing(start: type[subprocess.Popen[Any]]) -> types.SimpleNamespace:
 # -- the client's side -----------------------------------------------------------------------------
 
 
+asking = threading.Lock()  # an answer is that of the thread's own request
+
+
 def ask(request: dict[str, Any], *files: int) -> Any:
-    channel = server()
-    socket.send_fds(channel, [json.dumps(request).encode()], files)
-    return json.loads(channel.recv(LARGEST))
+    with asking:
+        channel = server()
+        socket.send_fds(channel, [json.dumps(request).encode()], files)
+        return json.loads(channel.recv(LARGEST))
 
 
 @functools.cache
@@ -182,12 +216,18 @@ def serve(listener: socket.socket) -> NoReturn:
             request = json.loads(message)
             if "wait" in request:
                 channel.send(json.dumps(statuses.pop(request["wait"], None)).encode())
-            elif pid := os.fork():
-                for file in files:
+                continue
+            has_session, with_session = os.pipe()
+            if pid := os.fork():
+                for file in (*files, with_session):
                     os.close(file)
+                os.read(has_session, 1)  # until then, its group is that of the server
+                os.close(has_session)
                 channel.send(json.dumps(pid).encode())
             else:
                 os.setsid()
+                os.close(has_session)
+                os.close(with_session)
                 for each in (listener, *clients):
                     each.close()
                 server.cache_clear()
@@ -270,6 +310,15 @@ def run(argv: list[str]) -> None:
             sys.path[0] = ""
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(argv[1], "<string>", "exec"), main.__dict__)
+    elif EXAMPLES in Path(argv[0]).parents:
+        from sm_nanogpt.launcher.local import backend
+
+        backend.subprocess = replacing(Process)  # type: ignore[assignment]
+        sys.path[0] = str(Path(argv[0]).parent)
+        sys.path.append(str(EXAMPLES / "benchmarks"))
+        measure = importlib.import_module("measure")
+        vars(measure)["subprocess"] = replacing_unmeasured()
+        runpy.run_path(argv[0], run_name="__main__")
     else:  # it may be an edited one, and knows no launcher
         for name in [*sys.modules]:
             if name.partition(".")[0] in ("entry_point", "sm_nanogpt"):

@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from launching import run_example
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BENCHMARKS = EXAMPLES / "benchmarks"
@@ -68,15 +69,10 @@ def measure(monkeypatch):
     return measure
 
 
-def run(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, EXAMPLES / f"{name}.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
-
-
 # The tutorials run in their notebook: test_examples.py.
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("tutorials/")])
-def test_a_smoke_run_writes_the_same_table_and_json(name, tmp_path, text_file):
-    ran = run(name, "--text", text_file, "--quick", "--json", tmp_path / "found.json")
+def test_a_smoke_run_writes_the_same_table_and_json(name, tmp_path, short_text_file):
+    ran = run_example(name, "--text", short_text_file, "--quick", "--json", tmp_path / "found.json")
     assert ran.returncode == 0, ran.stderr
     result = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     lines = ran.stdout.splitlines()
@@ -90,11 +86,11 @@ def test_a_smoke_run_writes_the_same_table_and_json(name, tmp_path, text_file):
     assert result["machine"]["command"] in ran.stdout
 
 
-def test_generations_of_several_sizes_are_compared(tmp_path, text_file):
+def test_generations_of_several_sizes_are_compared(tmp_path, short_text_file):
     report = tmp_path / "report.json"
-    ran = run(
+    ran = run_example(
         "benchmarks/generations",
-        *("--text", text_file, "--quick", "--sizes", "0.5", "1", "--json", report),
+        *("--text", short_text_file, "--quick", "--sizes", "0.5", "1", "--json", report),
     )
     assert ran.returncode == 0, ran.stderr
     rows = json.loads(report.read_text(encoding="utf-8"))["rows"]
@@ -104,12 +100,12 @@ def test_generations_of_several_sizes_are_compared(tmp_path, text_file):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_help_shows_a_command_that_can_be_copied(name):
-    ran = run(name, "--help")
+    ran = run_example(name, "--help")
     assert f"python examples/{name}.py --text input.txt" in ran.stdout
 
 
-def test_all_stages_for_a_gpu_run_on_a_cpu(tmp_path, text_file):
-    ran = run("benchmarks/gpu", "--smoke", "--out", tmp_path, "--text", text_file)
+def test_all_stages_for_a_gpu_run_on_a_cpu(tmp_path, short_text_file):
+    ran = run_example("benchmarks/gpu", "--smoke", "--out", tmp_path, "--text", short_text_file)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     summary = (tmp_path / "summary.md").read_text(encoding="utf-8")
     assert summary in ran.stdout
@@ -124,13 +120,13 @@ def test_a_failed_stage_does_not_stop_the_next(tmp_path):
     text = tmp_path / "text"
     text.write_text("too short")
     options = ["--smoke", "--out", tmp_path / "out", "--text", text]
-    ran = run("benchmarks/gpu", *options, "speed", "sampling")
+    ran = run_example("benchmarks/gpu", *options, "speed", "sampling")
     assert ran.returncode == 1
     failed = re.findall(r"^\| (\w+) +\| FAILED", ran.stdout, re.MULTILINE)
     assert failed == ["speed", "sampling"]
 
 
-def test_a_stage_ends_when_its_time_is_over(measure, tmp_path, text_file, monkeypatch):
+def test_a_stage_ends_when_its_time_is_over(measure, tmp_path, short_text_file, monkeypatch):
     import gpu
 
     stage = dataclasses.replace(gpu.STAGES["right"], minutes=0.1)
@@ -244,13 +240,15 @@ def test_a_paused_run_computes_nothing_until_its_turn(measure):
         run.wait(10**6)
 
 
-def test_benchmarks_run_a_nanogpt_checkout_unchanged(text_file, tmp_path):
+def test_benchmarks_run_a_nanogpt_checkout_unchanged(short_text_file, tmp_path):
     nanogpt = tmp_path / "nanogpt"
     for name, content in STUBS.items():
         (nanogpt / name).parent.mkdir(parents=True, exist_ok=True)
         (nanogpt / name).write_text(content)
     files = sorted(nanogpt.rglob("*"))
-    ran = run("benchmarks/throughput", "--text", text_file, "--quick", "--nanogpt", nanogpt)
+    ran = run_example(
+        "benchmarks/throughput", "--text", short_text_file, "--quick", "--nanogpt", nanogpt
+    )
     assert ran.returncode == 0, ran.stderr
     assert "ours against nanoGPT 1 thread, eager: " in ran.stdout
     assert "| 4,672 " in ran.stdout  # its parameters, as it says them
@@ -280,8 +278,10 @@ def test_a_text_that_arrives_in_one_piece_has_no_rate(measure):
         sampling.our_rate(at_once, 1, 40)
 
 
-def test_a_failed_run_gives_its_own_error(text_file):
-    ran = run("benchmarks/throughput", "--text", text_file, "--quick", "--ours=--n_layers 3")
+def test_a_failed_run_gives_its_own_error(short_text_file):
+    ran = run_example(
+        "benchmarks/throughput", "--text", short_text_file, "--quick", "--ours=--n_layers 3"
+    )
     assert ran.returncode == 1
     last_line = ran.stderr.splitlines()[-1]
     assert last_line.startswith("error: ")
@@ -303,7 +303,7 @@ def test_invalid_options_are_refused_before_measuring(
 ):
     monkeypatch.chdir(tmp_path)
     Path("input.txt").write_text("a text")
-    ran = run(name, *arguments.split())
+    ran = run_example(name, *arguments.split())
     assert ran.returncode == 2
     assert ran.stderr.startswith("error: ")
     assert ran.stderr.count("\n") == 1

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from pathlib import Path
 
-import nbformat
-from launching import output_of
-from nbclient import NotebookClient
+import notebooks
+import pytest
+from launching import output_of, put_command, run_example
 
-ROOT = Path(__file__).parents[2]
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_the_script_of_the_local_loop_runs(tmp_path, environment):
-    command: list[str | Path] = [ROOT / "examples" / "local_loop.sh", environment["TEXT"]]
-    out = output_of(command, tmp_path, environment)
+@pytest.fixture
+def shell(environment, tmp_path):
+    """That environment with a command which starts at once."""
+    put_command(tmp_path)
+    return {**environment, "PATH": f"{tmp_path}{os.pathsep}{environment['PATH']}"}
+
+
+def test_the_script_of_the_local_loop_runs(tmp_path, shell):
+    command: list[str | Path] = [EXAMPLES / "local_loop.sh", shell["TEXT"]]
+    out = output_of(command, tmp_path, shell)
     assert "step:        30/30" in out  # it went on from step 20
 
 
 def test_the_notebook_of_the_local_loop_runs(tmp_path, environment):
-    notebook = nbformat.read(ROOT / "examples" / "local_loop.ipynb", as_version=4)
-    client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute()
-    outputs = [str(cell.get("outputs", "")) for cell in notebook.cells]
+    cells = notebooks.execute(EXAMPLES / "local_loop.ipynb", tmp_path)
+    outputs = [str(cell.get("outputs", "")) for cell in cells]
     assert any("Completed" in output and "<polyline" in output for output in outputs)
     assert any("bits_per_byte" in output and "</table>" in output for output in outputs)
     text = "".join(outputs)
@@ -34,13 +39,10 @@ def test_the_notebook_of_the_local_loop_runs(tmp_path, environment):
 
 def test_the_notebook_of_the_tutorials_shows_tables_and_plots(tmp_path, environment, monkeypatch):
     monkeypatch.setenv("QUICK", "1")
-    monkeypatch.setenv("TUTORIALS", str(ROOT / "examples/tutorials"))
-    notebook = nbformat.read(ROOT / "examples/tutorials/tutorials.ipynb", as_version=4)
-    resources = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=600, resources=resources).execute()
+    monkeypatch.setenv("TUTORIALS", str(EXAMPLES / "tutorials"))
     tables = []
     images = []
-    for cell in notebook.cells:
+    for cell in notebooks.execute(EXAMPLES / "tutorials/tutorials.ipynb", tmp_path):
         for output in cell.get("outputs", []):
             if "text/markdown" in output.data:
                 tables.append(output.data["text/markdown"])
@@ -53,9 +55,8 @@ def test_the_notebook_of_the_tutorials_shows_tables_and_plots(tmp_path, environm
     assert len(images) == 2
 
 
-def test_the_example_of_conversations_asks_before_and_after(tmp_path, environment):
-    command: list[str | Path] = [sys.executable, ROOT / "examples" / "conversations.py"]
-    command += ["--text", environment["TEXT"], "--base-steps", "5", "--steps", "5", "--ask", "2"]
-    out = output_of(command, tmp_path, environment)
-    kinds = [line.split("|")[2].strip() for line in out.splitlines()[2:]]
+def test_the_example_of_conversations_asks_before_and_after(environment):
+    ran = run_example("conversations", "--text", environment["TEXT"], "--quick", env=environment)
+    assert ran.returncode == 0, ran.stderr
+    kinds = [line.split("|")[2].strip() for line in ran.stdout.splitlines()[2:]]
     assert kinds == ["sum", "larger", "spelling"]
