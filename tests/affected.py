@@ -91,10 +91,12 @@ def read_imports(file: Path) -> Iterator[str]:
                 module = f"sm_nanogpt.{file.parent.name}.{module}".removesuffix(".")
             for alias in node.names:
                 yield f"{module}.{alias.name}"
-        elif isinstance(node, ast.Constant) and re.fullmatch(
-            r"sm_nanogpt(\.\w+)+", str(node.value)
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and re.fullmatch(r"sm_nanogpt(\.\w+)+", node.value)
         ):
-            yield str(node.value)
+            yield node.value
 
 
 @functools.cache

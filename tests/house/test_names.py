@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from pathlib import Path
 
 
 def test_every_test_has_a_name_of_under_60_characters():
     names = []
     for path in Path(__file__).parents[1].rglob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                names.append(node.name)
+        names += re.findall(r"^ *def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     assert names
     long = [name for name in names if len(name) >= 60]
     assert not long, (
