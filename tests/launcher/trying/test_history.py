@@ -115,10 +115,10 @@ def test_seeds_are_drawn_once_and_only_those_that_lack(directory):
 
 
 @pytest.mark.parametrize(
-    ("kills", "runs", "is_often"), [(3, 0, False), (4, 0, True), (8, 32, False), (9, 32, True)]
+    ("kills", "runs", "is_often"), [(3, 0, False), (4, 0, True), (5, 80, False), (6, 80, True)]
 )
 def test_a_folder_is_often_killed(directory, kills, runs, is_often):
-    """Three times, or once for four runs. A run could wait for a kill until it was lucky."""
+    """Three times, or once for sixteen runs. A run could wait for a kill until it was lucky."""
     ledger = SearchLedger(directory)
     for seed in range(runs):
         ledger.add("begun", runs=[("a", seed), ("b", seed)])
