@@ -23,7 +23,7 @@ def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> N
     """Forecast each size, and print a table. typed: the fields of a request on the command line."""
     from sm_nanogpt.launcher.forecast.forecasting import forecast
     from sm_nanogpt.launcher.job import Request
-    from sm_nanogpt.launcher.launching.start import gains_by_generations
+    from sm_nanogpt.launcher.launching.sizing import gains_by_generations
 
     fields = {"instance": LOCAL, **typed}
     max_cost = fields.pop("max_cost", None)  # of a job on any of the known instance types

@@ -12,7 +12,7 @@ from sm_nanogpt.launcher.backends import Backend, backend_class, backend_for, re
 from sm_nanogpt.launcher.errors import InputError, about
 from sm_nanogpt.launcher.finding import Listing, remote_launches
 from sm_nanogpt.launcher.job import Expected, Request, TrainingJob
-from sm_nanogpt.launcher.launching import start
+from sm_nanogpt.launcher.launching import sizing, start
 from sm_nanogpt.launcher.launching.forecasts import Row, expected_of, forecast_rows
 from sm_nanogpt.launcher.launching.names import recorded_group
 from sm_nanogpt.launcher.launching.resume import (
@@ -122,10 +122,10 @@ class Draft:
             if self.request.fit is not None:
                 self.fit_page(self.request.fit)
             else:
-                self.request = start.sized(self.request, self.texts)
-        self.request = start.with_whole_windows(self.request, self.texts["data"])
+                self.request = sizing.sized(self.request, self.texts)
+        self.request = sizing.with_whole_windows(self.request, self.texts["data"])
         if self.earlier is None and "max_steps" not in self.original.hyperparameters:
-            self.request = start.with_fitting_steps(self.request, self.texts["data"])
+            self.request = sizing.with_fitting_steps(self.request, self.texts["data"])
 
     def fit_page(self, page_limit: int) -> None:
         """Set the size by the bytes that the page of the model may have, and all else by it."""
@@ -134,8 +134,8 @@ class Draft:
         fit, self.twice_fit = fit_sizes(self.request, self.texts, [page_limit, 2 * page_limit])
         logger.info(f"fit: {fit}")
         self.change_request(fit=None)
-        length = start.text_length(self.texts)
-        self.request = start.with_chosen_size(self.request, fit.size, length)
+        length = sizing.text_length(self.texts)
+        self.request = sizing.with_chosen_size(self.request, fit.size, length)
 
     def make_job(self) -> None:
         """Set where the texts are, and what starts the processes on the instance type."""
@@ -289,7 +289,7 @@ def is_run_of_size(job: TrainingJob, texts: Texts) -> bool:
     for the number of its generations."""
     if job.size is None or job.teacher is not None:
         return False
-    length = start.text_length(texts)
+    length = sizing.text_length(texts)
     with job.source.running():
         sizes = job.source.module("sizes")
         of_size = sizes.hyperparameters_for_size(job.size, length.n_tokens, length.is_of_chats)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.job import Request
-from sm_nanogpt.launcher.launching import start
+from sm_nanogpt.launcher.launching import sizing
 from sm_nanogpt.launcher.models.quantization import GROUP, HEAD_BITS
 from sm_nanogpt.launcher.text.channels import Texts
 from sm_nanogpt.launcher.values import megabytes
@@ -47,10 +47,10 @@ def fit_sizes(request: Request, texts: Texts, page_limits: Sequence[int]) -> lis
     if not request.source.is_packaged:
         problem = "an edited folder computes this model, which a page cannot"
         raise InputError(problem, field="fit", value=megabytes(page_limits[0]))
-    length = start.text_length(texts)
+    length = sizing.text_length(texts)
     pages = {}
     for size in PAGE_SIZES:
-        config = start.with_size(request, size, length).config(1)
+        config = sizing.with_size(request, size, length).config(1)
         pages[size] = page_bytes(config, texts)
     fits = []
     for page_limit in page_limits:
@@ -58,7 +58,7 @@ def fit_sizes(request: Request, texts: Texts, page_limits: Sequence[int]) -> lis
         if not fitting:
             problem = f"the page of the smallest size has {megabytes(pages[PAGE_SIZES[0]])}"
             raise InputError(problem, field="fit", value=megabytes(page_limit))
-        size = start.largest_readable(fitting, request, length.n_tokens)
+        size = sizing.largest_readable(fitting, request, length.n_tokens)
         fits.append(Fit(size, pages[size], is_by_text=size < fitting[-1]))
     return fits
 

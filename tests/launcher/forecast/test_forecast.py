@@ -35,7 +35,7 @@ from sm_nanogpt.launcher.forecast.law import Law, MeasuredRun, shared
 from sm_nanogpt.launcher.forecast.pilots import PlannedPilot, TimeLeft, Trial, pilots_of, trials_of
 from sm_nanogpt.launcher.forecast.times import InstanceType
 from sm_nanogpt.launcher.job import Expected
-from sm_nanogpt.launcher.launching import forecasts, start
+from sm_nanogpt.launcher.launching import forecasts, sizing
 from sm_nanogpt.launcher.launching.forecasts import Forecast, ForecastLedger, Pilot, Row
 from sm_nanogpt.launcher.settings import load_settings
 from sm_nanogpt.launcher.source import Source
@@ -597,7 +597,7 @@ def test_a_table_is_printed_with_its_next_command(cli, lawful, text_here):
 
 @pytest.mark.parametrize("gains", [False, True])
 def test_a_forecast_names_generations_where_they_gain(cli, lawful, text_here, monkeypatch, gains):
-    monkeypatch.setattr(start, "gains_by_generations", lambda size, readings: gains)
+    monkeypatch.setattr(sizing, "gains_by_generations", lambda size, readings: gains)
     ran = cli("launch", "--forecast", "--data", text_here).good
     assert ("--set generations=2" in ran.err) is gains
 

@@ -14,7 +14,7 @@ from sm_nanogpt import InputError
 from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.launcher.job import Expected, Request
-from sm_nanogpt.launcher.launching import start
+from sm_nanogpt.launcher.launching import sizing
 from sm_nanogpt.launcher.launching.fitting import EMPTY_PAGE, fit_sizes
 from sm_nanogpt.launcher.launching.forecasts import Row, expected_of
 from sm_nanogpt.launcher.models.quantization import quantize_model
@@ -56,7 +56,7 @@ def normal_model(config: Config) -> GPT:
 
 def saved_bytes(size: float) -> int:
     """The bytes of the page of a size, with room for all that a page may say of its job."""
-    config = start.with_size(request(), size, start.text_length(text())).config(1)
+    config = sizing.with_size(request(), size, sizing.text_length(text())).config(1)
     model = normal_model(config)
     card = {"data": "x" * 100, "settings": "y" * 100}
     return len(page_of(model, quantize_model(model, 6), LETTERS, "a model", card).encode())

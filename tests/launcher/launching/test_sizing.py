@@ -16,7 +16,7 @@ from sm_nanogpt.entry_point.device import tokens_per_pass
 from sm_nanogpt.entry_point.huggingface import FINE_TUNING
 from sm_nanogpt.entry_point.sizes import hyperparameters_for_size
 from sm_nanogpt.launcher.job import SEARCH_VARIABLE, Request, TrainingJob
-from sm_nanogpt.launcher.launching import start, texts
+from sm_nanogpt.launcher.launching import sizing, texts
 from sm_nanogpt.launcher.text.channels import Channel
 from sm_nanogpt.launcher.text.store import Upload
 
@@ -132,7 +132,7 @@ def text(tokens: int, chats: bool = False) -> dict[str, Channel]:
 )
 def test_a_start_from_a_model_reads_a_short_text_4_times(values, tokens, steps):
     request = Request(instance="local", **values)
-    filled = start.with_fitting_steps(request, text(tokens)["data"])
+    filled = sizing.with_fitting_steps(request, text(tokens)["data"])
     assert filled.hyperparameters.get("max_steps") == steps
 
 
@@ -155,12 +155,12 @@ def test_a_start_from_a_model_reads_a_short_text_4_times(values, tokens, steps):
     ],
 )
 def test_auto_takes_the_largest_size_that_the_text_fills(instance, tokens, size):
-    sized = start.sized(job(instance, "auto"), text(tokens))
+    sized = sizing.sized(job(instance, "auto"), text(tokens))
     assert sized.size == size
     assert sized.preset is None
     config = sized.config(1)
     step = config.batch_size * config.block_size
-    max_readings = start.AUTO_READINGS if 1 < size <= start.LARGEST_MEASURED else 16
+    max_readings = sizing.AUTO_READINGS if 1 < size <= sizing.LARGEST_MEASURED else 16
     assert config.max_steps * step <= max(20 * step, max_readings * tokens + step)
     assert tokens // 9 > config.block_size
 
@@ -177,7 +177,7 @@ def test_auto_takes_the_largest_size_that_the_text_fills(instance, tokens, size)
 )
 def test_auto_trains_two_generations_where_they_gain(instance, tokens, chats, generations, caplog):
     caplog.set_level("INFO")
-    sized = start.sized(job(instance, "auto"), text(tokens, chats))
+    sized = sizing.sized(job(instance, "auto"), text(tokens, chats))
     assert sized.hyperparameters.get("generations") == generations
     assert ("take about 2.25 times as long as one" in caplog.text) is (generations == 2)
     codes = {getattr(record, "code", "") for record in caplog.records}
@@ -189,35 +189,35 @@ def test_auto_trains_two_generations_where_they_gain(instance, tokens, chats, ge
     [({"generations": 1}, 1), ({"generations": 3}, 3), ({"max_steps": 500}, None)],
 )
 def test_auto_leaves_generations_to_the_user(values, expected):
-    sized = start.sized(job("local", "auto", **values), text(54_000))
+    sized = sizing.sized(job("local", "auto", **values), text(54_000))
     assert sized.hyperparameters.get("generations") == expected
-    assert "generations" not in start.sized(job("local", size=1.5), text(54_000)).hyperparameters
+    assert "generations" not in sizing.sized(job("local", size=1.5), text(54_000)).hyperparameters
 
 
 def test_auto_leaves_a_run_with_a_teacher_alone():
     taught = job("local", "auto").replaced(teacher="/some/model")
-    assert "generations" not in start.sized(taught, text(54_000)).hyperparameters
+    assert "generations" not in sizing.sized(taught, text(54_000)).hyperparameters
 
 
 @pytest.mark.parametrize("instance, ranks", [("ml.g5.48xlarge", 8), ("ml.g7.12xlarge", 2)])
 def test_all_gpus_share_a_batch(instance, ranks):
     for size in (0.25, 2, 2.5, 3, 5, 12):
-        start.sized(job(instance, size=size), text(10**6)).config(ranks)
+        sizing.sized(job(instance, size=size), text(10**6)).config(ranks)
 
 
 def test_a_size_leaves_what_is_given():
-    config = start.sized(job(size=3, max_steps=7), text(10**9)).config(1)
+    config = sizing.sized(job(size=3, max_steps=7), text(10**9)).config(1)
     assert config.max_steps == 7
     assert config.n_embd == 192
 
 
 def test_a_size_has_no_learning_rate_for_adamw():
-    sized = start.sized(job(size=3, optimizer="adamw"), text(10**6))
+    sized = sizing.sized(job(size=3, optimizer="adamw"), text(10**6))
     assert sized.config(1).learning_rate == Config(optimizer="adamw").learning_rate
 
 
 def test_a_size_does_not_cut_conversations():
-    config = start.sized(job(size=1), text(2700, chats=True)).config(1)
+    config = sizing.sized(job(size=1), text(2700, chats=True)).config(1)
     assert config.short_windows == 0
     assert config.block_size == 1024
 

@@ -28,7 +28,7 @@ from sm_nanogpt.entry_point.huggingface import starting_values, write_artefact
 from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.entry_point.qwen3 import qwen3_logits
 from sm_nanogpt.launcher.job import Request
-from sm_nanogpt.launcher.launching import start
+from sm_nanogpt.launcher.launching import sizing
 from sm_nanogpt.launcher.source import Source, keep_source
 from sm_nanogpt.launcher.text.channels import Channel
 from sm_nanogpt.launcher.text.store import Upload
@@ -344,7 +344,7 @@ def test_a_third_optimizer_has_its_own_learning_rate(third_optimizer, values):
     )
     upload = Upload("file:///data", 0, "", (), characters=10**6)
     texts = {"data": Channel("text", upload.uri, upload)}
-    assert start.sized(request, texts).config(1).learning_rate == 0.3
+    assert sizing.sized(request, texts).config(1).learning_rate == 0.3
 
 
 def test_a_third_optimizer_tunes_and_trains(third_optimizer, tmp_path):

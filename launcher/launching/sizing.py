@@ -1,0 +1,188 @@
+"""The size of a new model for a text, and the hyperparameters that depend on a text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sm_nanogpt.launcher.backends import backend_class
+from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files.documents import Scalar
+from sm_nanogpt.launcher.job import Request
+from sm_nanogpt.launcher.launching.texts import (
+    FEW_READINGS,
+    READINGS,
+    memorizes,
+    readings_of,
+    steps_for,
+    tokens_to_read,
+    unit_of,
+)
+from sm_nanogpt.launcher.text.channels import Channel, Texts
+
+logger = logging.getLogger(__name__)
+
+SMALL_SIZES = tuple(n / 4 for n in range(1, 13))  # 0.25 to 3
+AUTO_SIZES = (*SMALL_SIZES, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+LARGEST_ON_CPU = 3  # as `laptop`, some minutes
+LARGEST_MEASURED = 3  # of the sizes by how often they read a text, and of two generations
+# Of a text by sizes over 1, up to that one: after 16, C headers lose 0.06 nats more, a novel 0.01
+# less. Up to size 1 it is as for any size, as 0.75 has a third of the work of 1, and loses by that.
+AUTO_READINGS = 12
+AUTO_GENERATIONS = 2
+
+
+@dataclass(frozen=True)
+class TextLength:
+    """The length of a text to train on."""
+
+    n_tokens: int
+    unit: str  # tokens, or characters
+    is_of_chats: bool
+
+
+def text_length(texts: Texts) -> TextLength:
+    """The length of the text to train on. Raises InputError if it is not known."""
+    data = texts["data"]
+    upload = data.upload
+    if upload is None:
+        problem = "preset=auto and a size need the length of the text, which is known"
+        raise InputError(
+            f"{data.shown}: {problem} of local texts, and of uploads unless this is a dry run; name"
+            " another preset"
+        )
+    n_tokens = upload.characters if "validation" in texts else upload.n_training
+    return TextLength(n_tokens, unit_of(upload), upload.chats)
+
+
+def sized(request: Request, texts: Texts) -> Request:
+    """The request with the hyperparameters of its size; preset=auto chooses the size."""
+    if request.size is not None:
+        return with_logged_size(request, request.size, text_length(texts))
+    if request.preset == "auto":
+        length = text_length(texts)
+        return with_chosen_size(request, size_by_text(request, length.n_tokens), length)
+    return request
+
+
+def with_chosen_size(request: Request, size: float, length: TextLength) -> Request:
+    """The request with a size that was chosen for it, by its text or by the bytes of a page; and
+    with two generations where a second one is known to gain, unless the request says how long it
+    trains, or has a teacher."""
+    of_size = with_logged_size(request, size, length)
+    sets_steps = {"max_steps", "generations"} & request.hyperparameters.keys()
+    if sets_steps or request.teacher is not None or not has_tuned_rates(request):
+        return of_size
+    return with_generations(of_size, size, length)
+
+
+def with_logged_size(request: Request, size: float, length: TextLength) -> Request:
+    """The request with the hyperparameters of a size, which is logged."""
+    content = "conversations" if length.is_of_chats else "text"
+    logger.info(f"size: {size:g}, for {length.n_tokens:,} {length.unit} of {content}")
+    if not has_tuned_rates(request):
+        logger.info("learning_rate, weight_decay: the size's are for muon, and left out")
+    return with_size(request, size, length)
+
+
+def with_size(request: Request, size: float, length: TextLength) -> Request:
+    """The request with the hyperparameters of a size, but for those that it sets itself."""
+    n_ranks = backend_class(request.instance or "").count_ranks(request)
+    with request.source.running():
+        sizes = request.source.module("sizes")
+        values = sizes.hyperparameters_for_size(size, length.n_tokens, length.is_of_chats, n_ranks)
+    if not has_tuned_rates(request):
+        del values["learning_rate"], values["weight_decay"]
+    values |= request.hyperparameters
+    return request.model_copy(update={"preset": None, "size": size, "hyperparameters": values})
+
+
+def with_generations(request: Request, size: float, length: TextLength) -> Request:
+    """The request with two generations of its size, where the second is known to gain."""
+    config = request.config(1)
+    readings = readings_of(config, length.n_tokens)
+    is_old_folder = not hasattr(config, "generations")
+    if is_old_folder or length.is_of_chats or not gains_by_generations(size, readings):
+        return request
+    reason = f"each reads the text {readings:.1f} times, and the second also learns from the first"
+    time = "both take about 2.25 times as long as one"
+    logger.info(
+        f"generations: {AUTO_GENERATIONS}; {reason}; {time}", extra={"code": "one-generation"}
+    )
+    return with_hyperparameter(request, "generations", AUTO_GENERATIONS)
+
+
+def with_hyperparameter(request: Request, name: str, value: Scalar) -> Request:
+    hyperparameters = {**request.hyperparameters, name: value}
+    return request.model_copy(update={"hyperparameters": hyperparameters})
+
+
+def gains_by_generations(size: float, readings: float) -> bool:
+    """True if a second generation of a size is known to lower the loss on a text, other than chats,
+    that each generation reads `readings` times."""
+    return size <= LARGEST_MEASURED and readings >= FEW_READINGS
+
+
+def has_tuned_rates(request: Request) -> bool:
+    """True if the rates of sizes are for the optimizer of a request."""
+    with request.source.running():
+        config = request.source.module("config")
+        return bool(config.has_tuned_rates(request.hyperparameters.get("optimizer")))
+
+
+def size_by_text(request: Request, n_tokens: int) -> float:
+    """The largest size that a text is long enough for; on a CPU at most LARGEST_ON_CPU."""
+    instance = request.instance or ""
+    has_gpus = backend_class(instance).has_gpus(instance)
+    limit = AUTO_SIZES[-1] if has_gpus else LARGEST_ON_CPU
+    sizes = [size for size in AUTO_SIZES if size <= limit]
+    return largest_readable(sizes, request, n_tokens)
+
+
+def largest_readable(sizes: Sequence[float], request: Request, n_tokens: int) -> float:
+    """The largest of these rising sizes that a text is long enough for; the first if there is none.
+
+    A size needs a number of tokens, and may read the text several times for it.
+    """
+    largest = sizes[0]
+    with request.source.running():
+        dial = request.source.module("sizes")
+        for size in sizes:
+            is_limited = 1 < size <= LARGEST_MEASURED
+            max_readings = AUTO_READINGS if is_limited else dial.MOST_READINGS
+            if dial.tokens_worth_training(size) > max_readings * n_tokens:
+                break
+            largest = size
+    return largest
+
+
+def with_whole_windows(request: Request, text: Channel) -> Request:
+    """The request without a preset's short windows, if the text is of conversations."""
+    if text.upload is None or not text.upload.chats:
+        return request
+    short_windows = getattr(request.config(1), "short_windows", 0)
+    if "short_windows" in request.hyperparameters or not short_windows:
+        return request
+    logger.info(f"short_windows=0 (the preset's {short_windows} would cut conversations)")
+    return with_hyperparameter(request, "short_windows", 0)
+
+
+def with_fitting_steps(request: Request, text: Channel) -> Request:
+    """The request with fewer steps, if a start from a model would read its text too often.
+
+    The steps of a preset stay where they count: those of fine-tuning, which the initial model
+    brought, come before them. So does a warm-up that takes more steps.
+    """
+    has_own_steps = request.preset is not None and "max_steps" not in request.hyperparameters
+    if request.init_from is None or has_own_steps or text.upload is None:
+        return request
+    config = request.config(1)
+    n_tokens = tokens_to_read(text.upload)
+    if not memorizes(config, n_tokens):
+        return request
+    steps = steps_for(config, n_tokens)
+    if steps < getattr(config, "warmup_steps", 0):
+        return request
+    logger.info(f"max_steps={steps}, to read the text {READINGS} times")
+    return with_hyperparameter(request, "max_steps", steps)
