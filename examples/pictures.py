@@ -186,9 +186,9 @@ def draw_moments(studio: Studio) -> None:
 def draw_play(studio: Studio) -> None:
     """Two models side by side."""
     models = played(studio, shakespeare(studio), rates(studio)[1])
-    with models as address, browse(address, 1200, 960) as page:
+    with models as address, browse(address, 1200, 1300) as page:
         write(page, "ROMEO:", 250)
-        save_page("play.png", page)
+        save_page("play.png", page, until="#abouts")
 
 
 def draw_report(studio: Studio) -> None:
