@@ -27,38 +27,29 @@ COSINE = "    height = 0.5 - 0.5 * math.cos(math.pi * height)\n    return warm_u
 BANNER = f"# {'=' * 60}\n# my own MLP\n# {'=' * 60}\n\n\n"
 # Folders of honest edits, a few in each, of different parts: none may be a reason to refuse it.
 FOLDERS: dict[str, list[tuple[str, str]]] = {
-    "activation, no QK-norm, another initialization, tied embeddings": [
+    "another architecture, tied embeddings, clipped gradients, a warm-up": [
         *EDITS["activation"],
         *EDITS["no QK-norm"],
-        ("std = n_in**-0.5", "std = 0.5 * n_in**-0.5"),
-        (PRESET, f"tie_embeddings=True, {PRESET}"),
-    ],
-    "learned positions, a narrower MLP, clipped gradients, a warm-up": [
         *EDITS["learned positions"],
-        (PRESET, f"n_hidden=48, grad_clip=1.0, warmup_steps=5, {PRESET}"),
+        ("std = n_in**-0.5", "std = 0.5 * n_in**-0.5"),
+        (PRESET, f"tie_embeddings=True, n_hidden=48, {PRESET}"),
+        (PRESET, f"grad_clip=1.0, warmup_steps=5, {PRESET}"),
     ],
-    "softcap as a hyperparameter, another rotary base and rate, a line of dashes": [
+    "a new hyperparameter, AdamW, four heads, a cosine schedule, dashes": [
         *EDITS["hyperparameter"],
-        (PRESET, "rope_theta=500.0, max_steps=60, learning_rate=0.02"),
-        (MLP, f"# {'-' * 80}\n\n\n{MLP}"),
-    ],
-    "GELU, AdamW, four heads, a cosine schedule": [
         ("activation = staticmethod(F.silu)", "activation = staticmethod(F.gelu)"),
-        (PRESET, "max_steps=60, learning_rate=0.003, optimizer='adamw'"),
+        (PRESET, "rope_theta=500.0, max_steps=60, learning_rate=0.003, optimizer='adamw'"),
         ("n_head=2, n_embd=32, block", "n_head=4, n_embd=32, block"),
         ("    return warm_up * ", COSINE),
+        (MLP, f"# {'-' * 80}\n\n\n{MLP}"),
     ],
-    "token shift, half the batch and twice the steps, dropout, label smoothing": [
+    "token shift, label smoothing, short contexts, small batches, a banner": [
         (EMBED, SHIFTED),
-        (BATCH, "block_size=32, batch_size=2"),
-        (PRESET, "dropout=0.1, max_steps=120, learning_rate=0.05"),
         (LOSS, f"{LOSS}, label_smoothing=0.05 * self.training"),
-    ],
-    "shorter contexts, full windows, more momentum, weight decay, a banner": [
-        (BATCH, "block_size=16, batch_size=8"),
+        (BATCH, "block_size=16, batch_size=2"),
+        (PRESET, "dropout=0.1, weight_decay=0.1, max_steps=240, learning_rate=0.05"),
         ("short_windows=0.3", "short_windows=0.0"),
         ("momentum=0.85", "momentum=0.95"),
-        (PRESET, f"weight_decay=0.1, {PRESET}"),
         (MLP, f"{BANNER}{MLP}"),
     ],
 }

@@ -552,17 +552,15 @@ def test_a_job_keeps_what_was_forecast_for_its_size(cli, lawful, text_here, home
     table = json.loads(ran.out)
     row = table["rows"][0]
     size = ["--size", f"{row['size']:g}", "--detach"]
-    launched = cli("launch", "--instance", "local", size)
-    changed = cli("launch", "--instance", "local", size, "--set", "max_steps=7")
-    assert launched.code == 0
-    assert changed.code == 0
-    for job in (launched, changed):
-        cli("stop", job.out.strip())
-    expected = job_of(launched.out.strip()).forecast
+    launched = cli("launch", "--instance", "local", size).good.out.strip()
+    cli("stop", launched)
+    changed = cli("launch", "--instance", "local", size, "--set", "max_steps=7").good.out.strip()
+    cli("stop", changed)
+    expected = job_of(launched).forecast
     assert expected is not None
     assert expected.loss == row["expected"]["loss"]
-    assert str(expected) in cli("status", launched.out.strip()).out
-    assert job_of(changed.out.strip()).forecast is None
+    assert str(expected) in cli("status", launched).out
+    assert job_of(changed).forecast is None
 
 
 def test_a_resumed_job_keeps_size_and_forecast(cli, home, job):
