@@ -16,8 +16,7 @@ from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.finding import find
-from sm_nanogpt.launcher.instances import Price
-from sm_nanogpt.launcher.sagemaker.cost import Prices, cost_of
+from sm_nanogpt.launcher.sagemaker.cost import Prices, cost_of, find_prices
 from sm_nanogpt.launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
@@ -198,7 +197,17 @@ class TrackedJob:
 
 def with_costs(jobs: Sequence[JobDescription], settings: Settings) -> list[JobDescription]:
     """The descriptions with the cost of each job that is billed and whose price is known."""
-    price_of = prices_of({job.instance for job in jobs if job.is_placed}, settings)
+    instances = {job.instance for job in jobs if job.is_placed}
+    billed = sorted(instance for instance in instances if backend_class(instance).bills)
+    if not billed:
+        return list(jobs)
+
+    prices = Prices(settings)
+    price_of = find_prices(billed, prices)
+    unknown = [instance for instance in billed if instance not in price_of]
+    if unknown:
+        logger.info(f"the price of {' and '.join(unknown)} in {prices.region} is unknown")
+
     now = time.time()
     priced = []
     for job in jobs:
@@ -207,25 +216,6 @@ def with_costs(jobs: Sequence[JobDescription], settings: Settings) -> list[JobDe
             job = replace(job, cost=cost_of(job, price, now), price=price)
         priced.append(job)
     return priced
-
-
-def prices_of(instances: Iterable[str], settings: Settings) -> dict[str, Price]:
-    """The known prices of the instances that are billed; logs which are unknown."""
-    billed = sorted(instance for instance in instances if backend_class(instance).bills)
-    if not billed:
-        return {}
-    prices = Prices(settings)
-    price_of = {}
-    unknown = []
-    for instance in billed:
-        price = prices.of(instance)
-        if price is None:
-            unknown.append(instance)
-        else:
-            price_of[instance] = price
-    if unknown:
-        logger.info(f"the price of {' and '.join(unknown)} in {prices.region} is unknown")
-    return price_of
 
 
 class NotYours(InputError):
