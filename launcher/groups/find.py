@@ -18,6 +18,7 @@ from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+Members = dict[Member, JobDescription]  # the jobs of sweeps, by what their ids say
 Tries = dict[int, list[JobDescription]]  # the jobs of each member by its number, the newest last
 
 
@@ -52,8 +53,10 @@ def find_group(reference: str, settings: Settings, everyone: bool = False) -> Jo
     """
     listing = Listing(settings, everyone or FULL_ID.fullmatch(reference) is not None)
     jobs = list(listing)
-    groups = sorted({*recorded_groups(settings), *groups_of(jobs)}, reverse=True)
-    part = part_of_id(reference, jobs)
+    members = members_among(jobs)
+    groups_of_jobs = {member.group for member in members}
+    groups = sorted(groups_of_jobs.union(recorded_groups(settings)), reverse=True)
+    part = part_of_id(reference, members)
     if reference == "latest" and groups:
         part = groups[0]
     if listing.failure is not None and (reference == "latest" or part not in groups):
@@ -66,7 +69,7 @@ def find_group(reference: str, settings: Settings, everyone: bool = False) -> Jo
         raise no_such_sweep(reference, jobs, groups, matches, settings)
 
     [group] = matches
-    tries = tries_of(jobs, group)
+    tries = tries_of(group, members)
     instance = instance_of_group(group, tries, settings)
     if instance is not None and backend_class(instance).is_remote:
         if listing.failure is not None:
@@ -105,39 +108,33 @@ def search_group(name: str, jobs: Sequence[JobDescription]) -> JobGroup:
     return JobGroup(name, tries, is_search=True)
 
 
-def groups_of(jobs: Iterable[JobDescription]) -> set[str]:
-    """The ids of the sweeps of these jobs."""
-    groups = set()
+def members_among(jobs: Iterable[JobDescription]) -> Members:
+    """Those of the jobs that are of sweeps."""
+    members: Members = {}
     for job in jobs:
         member = member_of(job.job_id)
         if member is not None:
-            groups.add(member.group)
-    return groups
+            members[member] = job
+    return members
 
 
 def group_names(jobs: Iterable[JobDescription]) -> set[str]:
     """The names of the sweeps and searches of these jobs."""
-    names = set()
-    for job in jobs:
-        member = member_of(job.job_id)
-        if job.search is not None:
-            names.add(job.search)
-        elif member is not None and job.name is not None:
+    names = {job.search for job in jobs if job.search is not None}
+    for member, job in members_among(jobs).items():
+        if job.name is not None:
             names.add(job.name.removesuffix(member.suffix))
     return names
 
 
-def part_of_id(reference: str, jobs: Iterable[JobDescription]) -> str:
+def part_of_id(reference: str, members: Members) -> str:
     """The id of the sweep that a reference names, itself or by a job; else the reference, which may
     be a part of an id."""
-    for job in jobs:
-        member = member_of(job.job_id)
-        if member is None or job.name is None:
-            continue
-        if reference in (job.name, job.name.removesuffix(member.suffix)):
+    for member, job in members.items():
+        if job.name is not None and reference in (job.name, job.name.removesuffix(member.suffix)):
             return member.group
-    member = member_of(reference)
-    return reference if member is None else member.group
+    member_named = member_of(reference)
+    return reference if member_named is None else member_named.group
 
 
 def instance_of_group(group: str, tries: Tries, settings: Settings) -> str | None:
@@ -148,16 +145,12 @@ def instance_of_group(group: str, tries: Tries, settings: Settings) -> str | Non
     return None if sweep is None else sweep.job.instance
 
 
-def tries_of(jobs: Iterable[JobDescription], group: str) -> Tries:
-    """The tries of each number of a sweep among these jobs."""
-    job_of = dict[Member, JobDescription]()
-    for job in jobs:
-        member = member_of(job.job_id)
-        if member is not None and member.group == group:
-            job_of[member] = job
+def tries_of(group: str, members: Members) -> Tries:
+    """The tries of each number of a sweep."""
     tries: Tries = {}
-    for member in sorted(job_of):
-        tries.setdefault(member.number, []).append(job_of[member])
+    for member in sorted(members):
+        if member.group == group:
+            tries.setdefault(member.number, []).append(members[member])
     return tries
 
 

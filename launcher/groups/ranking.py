@@ -58,9 +58,11 @@ def best_first(jobs: Iterable[JobDescription]) -> list[JobDescription]:
 
 def differing_values(jobs: Sequence[JobDescription]) -> list[dict[str, Any]]:
     """The hyperparameters of each job that are not the same in all."""
-    configurations = [job.hyperparameters for job in jobs]
-    names = differences(configurations)
-    return [{name: values.get(name) for name in names} for values in configurations]
+    names = differences([job.hyperparameters for job in jobs])
+    configurations = []
+    for job in jobs:
+        configurations.append({name: job.hyperparameters.get(name) for name in names})
+    return configurations
 
 
 def differences(configurations: Sequence[Mapping[str, Any]]) -> list[str]:

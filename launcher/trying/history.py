@@ -147,7 +147,9 @@ class SearchLedger(GroupLedger):
         with self.locked():
             seeds = self.drawn_seeds(use)
             if len(seeds) < n:
-                all_seeds = {seed for entry in self.of("seeds") for seed in entry["seeds"]}
+                all_seeds = set[int]()
+                for entry in self.of("seeds"):
+                    all_seeds.update(entry["seeds"])
                 new_seeds = draw_seeds(n - len(seeds), all_seeds)
                 self.write("seeds", use=use, seeds=new_seeds)
                 seeds += new_seeds

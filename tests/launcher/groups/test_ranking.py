@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sweeps import GROUP, described
 
-from sm_nanogpt.launcher.groups.find import tries_of
+from sm_nanogpt.launcher.groups.find import members_among, tries_of
 from sm_nanogpt.launcher.groups.ranking import differing_values, ranking
 
 
@@ -46,7 +46,8 @@ def test_the_last_try_of_a_member_is_its_newest():
     second_try = f"{GROUP}-1-try2"
     tenth = f"{GROUP}-10"
     other = "sm-nanogpt-20260101-000000-abcde0-1"  # of another sweep
-    tries = tries_of([described(id) for id in (other, tenth, second_try, first)], GROUP)
+    jobs = [described(id) for id in (other, tenth, second_try, first)]
+    tries = tries_of(GROUP, members_among(jobs))
     assert set(tries) == {1, 10}
     assert [job.job_id for job in tries[1]] == [first, second_try]
     assert [job.job_id for job in tries[10]] == [tenth]

@@ -16,7 +16,7 @@ from sm_nanogpt import Settings
 from sm_nanogpt.launcher.aws import OverQuota
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.groups import money, plan, run
-from sm_nanogpt.launcher.groups.find import JobGroup, tries_of
+from sm_nanogpt.launcher.groups.find import JobGroup, members_among, tries_of
 from sm_nanogpt.launcher.groups.money import own_worst_cost
 from sm_nanogpt.launcher.groups.plan import continue_sweep
 from sm_nanogpt.launcher.groups.stop import stop_group
@@ -128,7 +128,7 @@ def ran(home, monkeypatch):
         monkeypatch.setattr(plan, "prepare", prepare)
         monkeypatch.setattr(money, "with_costs", with_costs)
         monkeypatch.setattr(plan, "backend_for", lambda instance, settings: fake)
-        group = JobGroup(GROUP, tries_of(fake.list(), GROUP))
+        group = JobGroup(GROUP, tries_of(GROUP, members_among(fake.list())))
         monkeypatch.setattr(plan, "find_group", lambda *_: group)
         monkeypatch.setattr(
             "sm_nanogpt.launcher.groups.stop.backend_for", lambda instance, settings: fake
@@ -139,7 +139,7 @@ def ran(home, monkeypatch):
         record(sweep, settings)
         for event in run.begin_sweep(continue_sweep(GROUP, settings, None, None)):
             if event.job_id == stop_at:
-                group = JobGroup(GROUP, tries_of([described(f"{GROUP}-1")], GROUP))
+                group = JobGroup(GROUP, tries_of(GROUP, members_among([described(f"{GROUP}-1")])))
                 stop_group(group, settings)
         return fake, prepared
 
