@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from models import SMALL, VOCABULARY_SIZE, alone, ids, lively, tokenizer_of
 
+from sm_nanogpt.entry_point.conversations import Packed
 from sm_nanogpt.entry_point.data import evaluate
 from sm_nanogpt.entry_point.text import Corpus
 from sm_nanogpt.launcher.judge import rounding
@@ -35,6 +38,20 @@ def test_the_loss_is_that_of_an_evaluation():
     loss = evaluate(model, CORPUS.val, SMALL, alone())
     model.eval()
     assert measure_losses(model, CORPUS).bits_per_byte == pytest.approx(loss / math.log(2))
+
+
+def test_only_answers_of_conversations_are_measured():
+    """~id is one that is not learned."""
+    config = replace(SMALL, mask_documents=True)
+    end = VOCABULARY_SIZE - 1
+    conversations = torch.tensor([~1, 2, 2, ~end, ~3, 4, 5, ~end, ~6, 7, ~end] * 20)
+    val = Packed(conversations, end, config.block_size)
+    tokenizer: Any = SimpleNamespace(end=end, words=[b"a"] * VOCABULARY_SIZE)
+    model = lively(config)
+    loss = evaluate(model, val, config, alone(), end)
+    losses = measure_losses(model.eval(), Corpus(tokenizer, val, val, ""))
+    assert len(losses.nats) == int(val.learned.sum())
+    assert losses.bits_per_byte == pytest.approx(loss / math.log(2))
 
 
 def test_large_vocabularies_are_scored_in_parts(monkeypatch):
