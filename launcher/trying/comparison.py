@@ -107,11 +107,13 @@ class Comparison:
         losses_of_candidate = self.ledger.losses_of(candidate, seeds)
         if len(set(losses_of_candidate)) < len(seeds):
             raise Refused("different seeds give the same loss")
+        names = {
+            self.ledger.start["folder"]: "the search's first folder",
+            self.base.sha256: "the base",
+        }
         for folder in {folder for folder, _ in losses} - {candidate}:
             if [losses.get((folder, seed)) for seed in seeds] == losses_of_candidate:
-                name = f"folder {folder[:8]}, tried before"
-                if folder == self.base.sha256:
-                    name = "the base"
+                name = names.get(folder, f"folder {folder[:8]}, tried before")
                 raise Refused(f"its runs are those of {name}: the change changes nothing")
 
     def may_be_luck(self, gain: float) -> bool:

@@ -570,6 +570,29 @@ def test_a_folder_that_looked_ahead_is_no_try_again(started, home, tmp_path, mon
     assert len(opened(home).ledger.of("try")) == 1
 
 
+def test_a_folder_that_changes_no_loss_is_refused(started, tmp_path, monkeypatch):
+    """The refusal says whose losses it has."""
+
+    def score_by_gain(self: Judge, model: Path, source: Source, *_: Any) -> Score:
+        gain = gain_of(source)
+        draw = random.Random(f"{gain or []} {model.name}")
+        return Score(2.0 - gain + draw.gauss(0, 0.004), 3.0)
+
+    monkeypatch.setattr(Judge, "score", score_by_gain)
+    assert started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays").code == 0
+    assert started("try", "run", str(folder(tmp_path / "b", 0.01)), "--group", "plays").code == 3
+    for gain, name in [
+        (0.05, "the base"),
+        (0.0, "the search's first folder"),
+        (0.01, f"folder {Source.read(tmp_path / 'b').sha256[:8]}, tried before"),
+    ]:
+        path = folder(tmp_path / f"equal-{gain}", gain)
+        (path / "extra.py").touch()
+        ran = started("try", "run", str(path), "--group", "plays")
+        assert ran.code == 4
+        assert f"its runs are those of {name}: the change changes nothing" in ran.out
+
+
 def test_a_folder_that_was_refused_begins_anew(started, home, tmp_path, monkeypatch):
     """Else it could be tried until each of its runs was lucky once."""
     scores = Judge.score
