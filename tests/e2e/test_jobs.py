@@ -228,11 +228,14 @@ def test_a_spot_job_stopped_while_interrupted_stays_stopped(aws, launch_long, cl
 
 
 def test_s3_and_the_container_hold_the_same_checkpoints(aws, s3, cli, text_file, tmp_path):
+    aws.sagemaker.run.gpus = 2
     # Slow enough to be sent, and so fast that old ones are to be deleted while they are sent.
     script = launching.edited(tmp_path / "train", (LOOP, SLOWER), ALL_CHECKPOINTS)
     often = {**LONG, "eval_interval": 5}
     arguments = ("--data", str(text_file), "--entry-point", str(script), *sets(**often))
     job_id = cli("launch", *INSTANCE, *arguments, "--follow").good.out.strip()
+    first_line = "running on 1 host x 2 CPU = 2 processes in one group (launched by mpirun;"
+    assert cli("logs", job_id).out.count(first_line) == 1
 
     prefix = f"some/prefix/checkpoints/{job_id}/"
     objects = s3.list_objects_v2(Bucket=s3.bucket, Prefix=prefix)["Contents"]
