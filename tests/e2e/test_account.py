@@ -24,11 +24,11 @@ from launching import ENDLESS, sets, until
 from moto.iam.models import iam_backends
 from policies import allowed, statements
 
-from sm_nanogpt.launcher.files.s3 import PART_BYTES
 from sm_nanogpt.launcher.sagemaker import deploy
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "infra/README.md"
+PART_BYTES = 5 << 20  # the smallest that S3 takes
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def as_launcher(account: Emulator, policy: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_policies_allow_only_what_the_commands_need(
-    account, cli, home, text_file, tmp_path, monkeypatch
+    account, cli, home, short_text_file, tmp_path, monkeypatch
 ):
     records: list[Record] = []
 
@@ -86,13 +86,14 @@ def test_the_policies_allow_only_what_the_commands_need(
     as_launcher(account, stack["policy"], monkeypatch)
     bucket, key = stack["store"].split("/")[2], stack["kms_key"]
 
+    monkeypatch.setattr("sm_nanogpt.launcher.files.s3.PART_BYTES", PART_BYTES)
     account.refuse["UploadPart"] = ("InvalidRequest", "broken off")
     large = tmp_path / "large.txt"  # which is sent in parts
-    n_copies = 1 + 2 * PART_BYTES // text_file.stat().st_size
-    large.write_text(text_file.read_text() * n_copies)
+    n_copies = 1 + 2 * PART_BYTES // short_text_file.stat().st_size
+    large.write_text(short_text_file.read_text() * n_copies)
     command("upload-data", str(large), code=1)
     account.refuse.clear()
-    command("upload-data", str(text_file))
+    command("upload-data", str(short_text_file))
     command("doctor", "--no-train", "--instance", "ml.g5.12xlarge")
     # An instance without a disk of its own, so that the key encrypts a volume.
     arguments = ("launch", "--max-run", "7200", "--detach", "--instance")

@@ -8,7 +8,7 @@ import re
 import launching
 import pytest
 
-from sm_nanogpt.launcher.trying import comparison
+from sm_nanogpt.launcher.trying import comparison, search
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.search import SHARED
 
@@ -66,16 +66,17 @@ def failing(seed: int) -> tuple[str, str]:
 
 
 @pytest.fixture
-def group(aws, cli, text_file, tmp_path, home, monkeypatch):
+def group(aws, cli, short_text_file, tmp_path, home, monkeypatch):
     """The name of a search whose base was trained."""
     # Ten steps are less than the imports' noise.
     monkeypatch.setattr(comparison, "CLEARLY_SLOW", 100.0)
+    monkeypatch.setattr(search, "BASE_SEEDS", 4)  # as many as the pairs of a try
     aws.sagemaker.rate = 1.0
     aws.sagemaker.run.rate = 1.0
     aws.sagemaker.run.gpus = 2
     launching.edited(tmp_path / "base", QUICK)
     options = ("--instance", "ml.m5.xlarge", "--ceiling", "1", "--smallest-gain", "0.5")
-    text_options = ("--text", str(text_file), "--entry-point", str(tmp_path / "base"))
+    text_options = ("--text", str(short_text_file), "--entry-point", str(tmp_path / "base"))
     assert cli("try", "start", "group", text_options, options).good
     return "group"
 
@@ -91,7 +92,7 @@ def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home):
     assert len(aws.sagemaker.jobs) == 2
     assert len(ledger.of("settled")) == 2
     of_base, of_try = ledger.of("reserved")
-    assert len(of_base["runs"]) == 8
+    assert len(of_base["runs"]) == 4
     assert len(of_try["runs"]) == 4
     assert 0 < entry["usd"] < ledger.spent < 1
     assert not ledger.open_reservations
