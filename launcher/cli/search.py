@@ -227,16 +227,30 @@ def note_running(search: Search) -> None:
     ledger = search.ledger
     for job_id, entry in ledger.open_reservations.items():
         note(f"running: job {job_id}, of {counted(len(entry['runs']), 'run')}")
-    if not search.is_running:
+    if search.makes_jobs or not search.is_running:
         return
     folder = ledger.begun_folder
-    if not folder:
+    n_runs = counted(len(ledger.runs_of(folder)), "run")
+    if running_try(search):
+        number = len(ledger.of("try")) + 1
+        note(f"running: try {number}, folder {folder[:8]}, {n_runs} made so far")
+    elif not folder:
         note("running: a folder is being checked")
-        return
-    name = "the base"
-    if folder != ledger.base:
-        name = f"try {len(ledger.of('try')) + 1}, folder {folder[:8]}"
-    note(f"running: {name}, {counted(len(ledger.runs_of(folder)), 'run')} made so far")
+    elif folder == ledger.base:
+        note(f"running: the base, {n_runs} made so far")
+    else:
+        note("running: the gain of all kept tries is being measured")
+
+
+def running_try(search: Search) -> str:
+    """The folder that is tried on this machine now, or ''.
+
+    The runs that measure the gain of all kept tries are of the first folder and of the base.
+    """
+    ledger = search.ledger
+    folder = ledger.begun_folder
+    is_tried = folder not in (ledger.base, ledger.start["folder"])
+    return folder if is_tried and search.is_running else ""
 
 
 def cells_of(entry: dict[str, Any]) -> list[str]:
@@ -292,8 +306,8 @@ def find_try(number: int, search: Search) -> dict[str, Any]:
     tries = ledger.of("try")
     if number <= len(tries):
         return tries[number - 1]
-    folder = ledger.begun_folder
-    if number == len(tries) + 1 and search.is_running and folder not in ("", ledger.base):
+    folder = running_try(search)
+    if number == len(tries) + 1 and folder:
         note(f"try {number} is still running")
         return {"folder": folder, "base": ledger.base}
     raise InputError(f"search {search.name} has no try {number}; it has {len(tries)}")

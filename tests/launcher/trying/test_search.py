@@ -370,6 +370,18 @@ def test_a_try_that_runs_is_in_the_log_and_can_be_shown(started, home, tmp_path)
     assert started("try", "show", "1", "--group", "plays").failed(2, "no try 1")
 
 
+def test_a_gain_that_is_measured_is_no_try(started, home, tmp_path):
+    started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    running = opened(home)
+    ledger = running.ledger
+    assert ledger.base != ledger.start["folder"]
+    with running.held(shared=False):
+        ledger.add("begun", runs=[[ledger.start["folder"], 1], [ledger.base, 1]])
+        ran = started("try", "log", "plays").good
+        assert "running: the gain of all kept tries is being measured\n" in ran.err
+        assert started("try", "show", "2", "--group", "plays").failed(2, "no try 2")
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
