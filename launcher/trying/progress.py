@@ -19,12 +19,14 @@ class RunProgress:
     """Counts runs that have ended, and logs the time left: after the first, and now and then.
 
     Runs that are made together are judged when all of them have ended, so the time that they take
-    is known only then.
+    is known only then. made_by_job: a job makes all of them before the first is judged; the time
+    left is that of judging, which begins after the job.
     """
 
-    def __init__(self, n_runs: int, at_once: int) -> None:
+    def __init__(self, n_runs: int, at_once: int, made_by_job: bool = False) -> None:
         self.n_runs = n_runs
         self.at_once = at_once
+        self.made_by_job = made_by_job
         self.n_ended = 0
         self.start_time = time.monotonic()
         self.last_line = -math.inf
@@ -33,6 +35,11 @@ class RunProgress:
         """Log what is made."""
         at_once = min(self.at_once, self.n_runs)
         logger.info(f"{purpose}: {counted(self.n_runs, 'run')}, {at_once} at a time")
+
+    def note_made(self) -> None:
+        """A run is made, and is judged next."""
+        if self.made_by_job and self.n_ended == 0:
+            self.start_time = time.monotonic()
 
     def note_end(self) -> None:
         """Count a run that has ended and is judged."""

@@ -160,10 +160,11 @@ class Search:
 
     def train(self, runs: Sequence[SeededRun], purpose: str) -> Iterator[TriedRun]:
         """Make runs, and log how far they are."""
-        progress = RunProgress(len(runs), self.run_maker.at_once)
+        progress = RunProgress(len(runs), self.run_maker.at_once, self.makes_jobs)
         if runs and not self.makes_jobs:  # a job is logged with what it may cost
             progress.begin(purpose)
         for finished in self.run_maker.train(runs):
+            progress.note_made()
             yield finished
             progress.note_end()
 

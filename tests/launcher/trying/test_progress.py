@@ -35,3 +35,16 @@ def test_a_few_seconds_are_worth_no_line(monkeypatch, caplog):
         now += 1
         progress.note_end()
     assert caplog.messages == ["base: 4 runs, 4 at a time"]
+
+
+def test_the_time_left_after_a_job_is_that_of_judging(monkeypatch, caplog):
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    caplog.set_level(logging.INFO)
+    progress = RunProgress(8, 1, made_by_job=True)
+    now += 3600  # of the job
+    for _ in range(2):
+        progress.note_made()
+        now += 10
+        progress.note_end()
+    assert caplog.messages == ["1 of 8 runs, time left 0:01:10"]
