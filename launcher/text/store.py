@@ -187,7 +187,7 @@ def find_text(typed: str, settings: Settings) -> str:
 def no_upload(typed: str, names: Iterable[str]) -> InputError:
     """The error for what is neither a file nor an upload, with those of the uploads like it."""
     problem = f"there is neither a file nor an upload {typed}"
-    names = sorted(names)
+    names = sorted(set(names))  # two stores may have the same upload, or be one
     stems = sorted({name.rpartition("-")[0] for name in names})
     suggestion = did_you_mean(typed, stems) or did_you_mean(typed, names)
     if suggestion:

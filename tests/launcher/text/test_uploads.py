@@ -290,6 +290,11 @@ def test_a_typo_in_an_upload_is_answered_by_what_is_like_it():
     assert str(no_upload("fix", names)) == "there is neither a file nor an upload fix"
 
 
+def test_an_upload_of_two_stores_is_suggested_once():
+    names = ["fox-0123456789ab", "fox-0123456789ab"]
+    assert str(no_upload("fox-0123456789aa", names)).endswith("; did you mean fox-0123456789ab?")
+
+
 @pytest.mark.parametrize("option", ["--data", "--validation"])
 def test_a_word_of_nothing_is_no_path_that_the_user_meant(two_uploads, cli, option):
     ran = cli("launch", "--instance", "local", "--data", two_uploads[0], option, "fix")
