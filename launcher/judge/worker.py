@@ -285,13 +285,16 @@ class Worker:
         answer is the last.
         """
         texts = [""] * num_samples
+        # The bytes of a token, and those of a character that tokens before it began.
+        longest_piece = max(map(len, self.tokenizer.words)) + 3
         n_answers = 0
         content = self.answer(request)
         while content:
             n_answers += 1
             pieces = parse(content, list[str], f"{self.directory}: a sample")
             # The last answer ends a character that may never have been completed.
-            if len(pieces) != num_samples or n_answers > max_new_tokens + 1:
+            has_too_many = len(pieces) != num_samples or n_answers > max_new_tokens + 1
+            if has_too_many or max(map(len, pieces)) > longest_piece:
                 problem = "its process sends other samples than were asked for"
                 raise ServiceError(f"{self.directory}: {problem}")
             texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]

@@ -217,6 +217,7 @@ def test_each_token_of_a_sample_has_the_patience_of_an_answer(start, models):
         ([b"5"], "a sample is damaged"),
         ([b'["a"]', b'["b", "c"]'], "other samples than were asked for"),
         ([b'["a"]'] * 4, "other samples than were asked for"),
+        ([b'["aaaaa"]'], "other samples than were asked for"),  # a token is one of three letters
     ],
 )
 def test_samples_that_were_not_asked_for_are_refused(answers, problem):
