@@ -163,11 +163,12 @@ class SweepPlan:
     ) -> dict[str, Any]:
         """The fields of the request for a job."""
         fields = self.sweep.fields_of(member.number)
-        earlier_cost = 0.0
         if resumed is not None:
             fields = {"resume": resumed.job_id}
-            earlier_cost = cost_with_earlier(resumed, self.backend, self.settings)
-        if not math.isinf(amount):
+        if not math.isinf(amount):  # else no price is asked for
+            earlier_cost = 0.0
+            if resumed is not None:
+                earlier_cost = cost_with_earlier(resumed, self.backend, self.settings)
             fields["max_cost"] = min(amount + earlier_cost, self.settings.max_cost or math.inf)
         if self.sweep.job.name is not None:
             fields["name"] = f"{self.sweep.job.name}{member.suffix}"

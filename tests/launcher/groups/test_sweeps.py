@@ -25,7 +25,7 @@ from sweeps import GROUP, record
 
 from sm_nanogpt import Settings
 from sm_nanogpt.launcher.errors import InputError, ServiceError
-from sm_nanogpt.launcher.groups import run
+from sm_nanogpt.launcher.groups import plan, run
 from sm_nanogpt.launcher.groups.find import JobGroup, find_group
 from sm_nanogpt.launcher.groups.plan import SweepPlan
 from sm_nanogpt.launcher.groups.stop import lock_group, stop_group
@@ -48,6 +48,18 @@ LOCAL = ("launch", "--instance", "local")
 def member_plan(sweep: Sweep, number: int, settings: Settings) -> Plan:
     """The next job of a member."""
     return SweepPlan(JobGroup(GROUP), sweep, settings).plan_member(number, math.inf)
+
+
+def test_a_sweep_without_a_ceiling_asks_for_no_cost(home, monkeypatch):
+    """Of a job that it continues: this would ask SageMaker and its price list."""
+    monkeypatch.setattr(plan, "cost_with_earlier", None)
+    request = Request(instance="local", data="input.txt")
+    sweep = Sweep(job=request, members=[{"seed": 1}], parallel=1)
+    sweep_plan = SweepPlan(JobGroup(GROUP), sweep, Settings(home=home))
+    stopped = SimpleNamespace(job_id="earlier")
+    assert sweep_plan.fields_of(sweep_plan.next_member(1), stopped, math.inf) == {
+        "resume": "earlier"
+    }
 
 
 def test_a_grid_has_each_combination_with_each_seed():
