@@ -116,6 +116,9 @@ def missing_job(job_id: str, locations: list[str], settings: Settings) -> Missin
     suggestion = similar_jobs(job_id, settings)
     if suggestion:
         problem += f"; {suggestion}"
+    others_have_jobs = any(kind.is_remote for kind in configured_backends(settings))
+    if locations and others_have_jobs and not FULL_ID.fullmatch(job_id):
+        return Missing(problem, "no-job-of-yours", job_id=job_id)
     return Missing(problem, "no-such-job", job_id=job_id)
 
 

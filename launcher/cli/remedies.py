@@ -54,6 +54,8 @@ REMEDIES: dict[str, str] = {
     "cost-unconfirmed": "set a ceiling with --max-cost, where the price is known, or pass --yes",
     # finding, tracking, sweeps
     "no-such-job": "`{sm} jobs` lists the jobs, and `{sm} data` the uploads",
+    "no-job-of-yours": "`{sm} jobs` lists your jobs, `{sm} jobs --everyone` also those of others,"
+    " which go by their whole ids, and `{sm} data` the uploads",
     "no-jobs-yet": "`{sm} upload-data FILE` uploads a text, and `{sm} launch --instance local`"
     " trains on it",
     "in-another-region": "--region {region}, before the command, finds it",

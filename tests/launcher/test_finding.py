@@ -133,6 +133,13 @@ def test_the_last_job_stands_once_at_its_time():
         assert [job["TrainingJobName"] for job in jobs] == ids(merged)
 
 
+@pytest.mark.parametrize("reference", ["baseline", "79472f"])
+def test_a_name_of_nobody_leads_to_the_jobs_of_all(reference, cloud, cli, become, two):
+    become("hopper")
+    ran = cli("fetch-and-sample", reference)
+    assert ran.failed(1, f"there is no job {reference!r}", "jobs --everyone", "whole ids")
+
+
 def test_only_a_whole_id_means_a_colleagues_job(cloud, cli, become, two):
     adas, graces = two
     become("ada")
