@@ -166,7 +166,7 @@ def draw_page(studio: Studio) -> None:
     """The page of a model as one file, after it has continued a prompt."""
     file = shakespeare(studio).page(DOCS / "shakespeare.html", moments=1)
     print(f"{file}: {file.stat().st_size:,} bytes")
-    with browse(file.as_uri(), 1000, 718) as page:
+    with browse(file.as_uri(), 1000, 900) as page:
         write(page, "ROMEO:", 400)
         page.hover(".token >> nth=30")  # to show what else was likely there
         save_page("page.png", page, until=".text")
