@@ -170,24 +170,24 @@ class JobParameter(click.ParamType[str]):
         bash completes files only where no job fits, if those come first.
         """
         items = [CompletionItem(incomplete, type="file")] if self.reads == "model" else []
-        words = [word for word in job_words() if word.startswith(incomplete)]
-        return items + [CompletionItem(word) for word in words]
+        references = [name for name in job_references() if name.startswith(incomplete)]
+        return items + [CompletionItem(name) for name in references]
 
 
-def job_words() -> list[str]:
-    """What stands for the newest jobs of this machine: `latest`, and a name or the end of an id."""
+def job_references() -> list[str]:
+    """`latest`, and the name, or else the end of the id, of each of this machine's newest jobs."""
     from sm_nanogpt.launcher.backends import LOCAL, backend_class
     from sm_nanogpt.launcher.description import JobDescription
-    from sm_nanogpt.launcher.settings import load_settings
+    from sm_nanogpt.launcher.settings import Settings
     from sm_nanogpt.launcher.views.job_fields import end_of
 
-    words = ["latest"]
-    with suppress(LauncherError):  # the command itself says what is wrong
-        jobs = backend_class(LOCAL)(load_settings()).list()
+    references = ["latest"]
+    with suppress(LauncherError, OSError):  # the command itself says what is wrong
+        jobs = backend_class(LOCAL)(Settings()).list()  # load_settings would make the home
         for job in islice(jobs, MAX_COMPLETED):
             if isinstance(job, JobDescription):
-                words.append(job.name or end_of(job.job_id))
-    return words
+                references.append(job.name or end_of(job.job_id))
+    return references
 
 
 def complete_preset(

@@ -268,4 +268,7 @@ def sentence(error: LauncherError) -> str:
         if error.value is not None:
             subject = shortened(f"{subject} {error.value}", MAX_VALUE)
         message = f"{subject}: {message}"
-    return "; ".join([message, *remedies(error)])
+    for advice in remedies(error):
+        separator = " " if message.endswith("?") else "; "
+        message += separator + advice
+    return message

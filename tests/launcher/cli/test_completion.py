@@ -54,6 +54,11 @@ def test_tab_completes_the_jobs_of_this_machine(home, monkeypatch, capsys):
     assert completions("play la", monkeypatch, capsys) == ["file,la", "plain,latest"]
 
 
+def test_tab_writes_nothing(home, monkeypatch, capsys):
+    assert completions("status la", monkeypatch, capsys) == ["plain,latest"]
+    assert not home.exists()
+
+
 @pytest.mark.parametrize("typed", ["delete no-such-job --ye", "report a --group b --op"])
 def test_tab_looks_for_no_job_and_refuses_nothing(typed, home, monkeypatch, capsys):
     assert len(completions(typed, monkeypatch, capsys)) == 1

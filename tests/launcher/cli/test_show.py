@@ -12,8 +12,10 @@ import launching
 import pytest
 
 from sm_nanogpt import upload_data
+from sm_nanogpt.launcher.cli.remedies import sentence
 from sm_nanogpt.launcher.cli.show import next_step, print_columns, print_json
 from sm_nanogpt.launcher.description import JobDescription
+from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.progress import byte_progress
 
 
@@ -112,3 +114,14 @@ def test_a_number_that_json_has_not_is_null(capsys):
     print_json({"perplexity": math.inf, "losses": [1.5, math.nan]})
     printed = capsys.readouterr().out
     assert json.loads(printed) == {"perplexity": None, "losses": [1.5, None]}
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        ("no such job", "no such job; --me NAME says whose messages are the answers"),
+        ("did you mean a?", "did you mean a? --me NAME says whose messages are the answers"),
+    ],
+)
+def test_advice_follows_a_question_without_a_semicolon(problem, expected):
+    assert sentence(InputError(problem, "give-me")) == expected
