@@ -256,7 +256,7 @@ def draw_chat(studio: Studio) -> None:
     for pairs in questions(studio.text.read_text("utf-8"), 0).values():
         question, _ = pairs[0]
         prompts.append(question)
-    with played(studio, tuned) as address, browse(address, 900, 800) as page:
+    with played(studio, tuned) as address, browse(address, 900, 1000) as page:
         page.wait_for_selector("#write:enabled", timeout=60_000)
         page.fill("#temperature", "0")
         for prompt in prompts:
