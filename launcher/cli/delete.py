@@ -113,8 +113,7 @@ def delete_command(
     remove_all_leftovers(settings)
     names = {name for name in job_ids if UPLOAD_NAME.fullmatch(Path(name).name)}
     if names:
-        if keep_model or names < set(job_ids):
-            raise InputError("delete uploads without --keep-model, and jobs in another command")
+        check_uploads_alone(names, job_ids, keep_model)
         delete_uploads(names, settings, yes)
     elif group is None:
         delete_jobs(job_ids, settings, keep_model, yes)
@@ -182,6 +181,17 @@ def note_files(files: JobFiles, settings: Settings) -> None:
     for directory, sizes in files.sizes.items():
         if sizes:
             note(f"  {in_units(sum(sizes.values())):>8} in {len(sizes)} files: {directory}")
+
+
+def check_uploads_alone(names: set[str], references: Sequence[str], keep_model: bool) -> None:
+    """Raise InputError if uploads are to be deleted with what is none, or as jobs are."""
+    upload = min(names)
+    if keep_model:
+        raise InputError(f"--keep-model is for jobs, and {upload} is an upload")
+    others = set(references) - names
+    if others:
+        problem = f"{upload} is an upload, and {min(others)} is not"
+        raise InputError(f"{problem}: delete uploads and jobs in two commands")
 
 
 def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:

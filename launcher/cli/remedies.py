@@ -33,6 +33,7 @@ REMEDIES: dict[str, str] = {
     "copy-folder": "start from the folder that `{sm} copy-script` writes",
     "needs-ends": "leave it out, or encode the text with `{sm} upload-data PATH --tokenizer bpe`",
     "train-further": "to train further, add `--set max_steps=N` with N above {step}",
+    "start-from-model": "`{sm} launch --init-from {job_id}` starts a new run from its model",
     "encode-for-model": "encode the text with `{sm} upload-data PATH --tokenizer {model}`",
     "idle-gpus": "add `--set device=auto`, or `--set device=cpu` if you mean it",
     "gpu-too-small": "take a smaller model, or an --instance whose GPUs have more memory",

@@ -146,7 +146,8 @@ def check_resumable(job: TrainingJob, earlier: EarlierJob) -> None:
     if step > total or is_complete:
         n_generations = getattr(config, "generations", 1)
         if n_generations > 1:
-            raise InputError(f"the earlier job has done its {n_generations} generations")
+            problem = f"the earlier job has done its {n_generations} generations"
+            raise InputError(problem, "start-from-model", job_id=earlier.description.job_id)
         problem = f"max_steps={config.max_steps}: the earlier job has already reached step {step}"
         raise InputError(problem, "train-further", step=step)
 

@@ -16,11 +16,16 @@ from sm_nanogpt import Request
 from sm_nanogpt.launcher.launching.draft import Draft
 
 
-def taken_over(job: Finished, earlier: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """The hyperparameters that resume a job, which was launched with other ones."""
+def set_hyperparameters(job: Finished, **values: Any) -> None:
+    """Makes a job one that was launched with these hyperparameters, too."""
     file = job.directory / "job.json"
     hyperparameters = json.loads(file.read_text())["hyperparameters"]
-    change(file, hyperparameters={**hyperparameters, **earlier})
+    change(file, hyperparameters={**hyperparameters, **values})
+
+
+def taken_over(job: Finished, earlier: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """The hyperparameters that resume a job, which was launched with other ones."""
+    set_hyperparameters(job, **earlier)
     draft = Draft(Request(resume=job.job_id, **options), launching.settings_of(job.home))
     draft.take_over_earlier_job()
     return draft.request.hyperparameters
@@ -51,6 +56,12 @@ def test_a_resumed_job_keeps_the_values_of_its_launch(job, caplog):
 )
 def test_resuming_with_unfit_options_starts_nothing(job, resume, arguments, code, fact):
     assert resume(arguments.split()).failed(code, fact)
+    assert jobs_in(job.home) == [job.job_id]
+
+
+def test_the_model_of_the_last_generation_starts_a_new_run(job, resume):
+    set_hyperparameters(job, generations=2, max_steps=5)
+    assert resume().failed(2, f"`sm-nanogpt launch --init-from {job.job_id}`")
     assert jobs_in(job.home) == [job.job_id]
 
 

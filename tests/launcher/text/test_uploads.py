@@ -140,14 +140,21 @@ def test_delete_takes_a_part_of_an_uploads_name(cli, upload, tmp_path):
     assert remaining.uri == other
 
 
-@pytest.mark.parametrize("other", ["input-000000000000", "--keep-model"])
-def test_delete_of_wrong_names_deletes_nothing(cli, upload, other):
-    assert cli("delete", name_of(upload), other, "--yes").failed(2)
+@pytest.mark.parametrize(
+    ("other", "fact"),
+    [
+        ("input-000000000000", "no upload input-000000000000"),
+        ("--keep-model", "--keep-model is for jobs"),
+    ],
+)
+def test_delete_of_wrong_names_deletes_nothing(cli, upload, other, fact):
+    assert cli("delete", name_of(upload), other, "--yes").failed(2, fact)
     assert find_upload(upload, Settings()) is not None
 
 
 def test_jobs_and_uploads_are_deleted_by_two_commands(cli, job, upload):
-    assert cli("delete", name_of(upload), job.job_id, "--yes").failed(2, "in another command")
+    ran = cli("delete", name_of(upload), job.job_id, "--yes")
+    assert ran.failed(2, f"{job.job_id} is not", "two commands")
     assert find_upload(upload, Settings()) is not None
 
 
