@@ -31,6 +31,7 @@ LARGEST_MEASURED = 3  # of the sizes by how often they read a text, and of two g
 # less. Up to size 1 it is as for any size, as 0.75 has a third of the work of 1, and loses by that.
 AUTO_READINGS = 12
 AUTO_GENERATIONS = 2
+FEW_STEPS = 10  # of a start from a model; fewer hardly change it
 
 
 @dataclass(frozen=True)
@@ -185,4 +186,7 @@ def with_fitting_steps(request: Request, text: Channel) -> Request:
     if steps < getattr(config, "warmup_steps", 0):
         return request
     logger.info(f"max_steps={steps}, to read the text {READINGS} times")
+    if steps < FEW_STEPS:
+        remedy = "add text, or set a smaller batch_size"
+        logger.warning(f"a model learns little in so few steps; {remedy}")
     return with_hyperparameter(request, "max_steps", steps)

@@ -136,6 +136,13 @@ def test_a_start_from_a_model_reads_a_short_text_4_times(values, tokens, steps):
     assert filled.hyperparameters.get("max_steps") == steps
 
 
+@pytest.mark.parametrize("tokens, warns", [(600, True), (2_000, False)])
+def test_a_start_from_a_model_in_few_steps_warns(tokens, warns, caplog):
+    request = Request(instance="local", init_from="JOB")
+    sizing.with_fitting_steps(request, text(tokens)["data"])
+    assert any("so few steps" in message for message in caplog.messages) is warns
+
+
 @pytest.mark.parametrize(
     "instance, tokens, size",
     [
