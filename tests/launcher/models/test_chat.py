@@ -127,7 +127,7 @@ def test_a_tuned_model_says_how_it_ends(tuned, directory):
     ends = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
     assert ends == [tokenizer.special[END_OF_TURN], tokenizer.end]
     log = (job.directory / "logs/job.log").read_text()
-    assert "180 conversations in " in log
+    assert "180 conversations, packed into " in log
     row = json.loads((directory.parent / "output/data/metrics.jsonl").read_text().splitlines()[-1])
     assert math.isfinite(row["bits_per_byte"])
     assert row["val_loss"] < 4
