@@ -17,7 +17,7 @@ from sm_nanogpt.launcher.files.documents import Bytes, Document, Number, Scalar
 from sm_nanogpt.launcher.instances import types_of
 from sm_nanogpt.launcher.machines import DEFAULT_VERSION
 from sm_nanogpt.launcher.source import Source
-from sm_nanogpt.launcher.values import megabytes, plain
+from sm_nanogpt.launcher.values import in_units, plain
 
 DEFAULT_RUN_SECONDS = 3600
 DAY = 86_400  # seconds; the longest run if a cost ceiling sets the limit
@@ -139,7 +139,7 @@ class Request(TrainingRequest):
             if self.size is not None and name != "size":
                 yield "size", f"{self.size:g}", problem
             if self.fit is not None:
-                yield "fit", megabytes(self.fit), problem
+                yield "fit", in_units(self.fit), problem
         if self.preset == "auto" and self.init_from is not None:
             yield "preset", "auto", "is for a new model, without init_from"
         if self.name is not None and not NAME.fullmatch(self.name):

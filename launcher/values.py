@@ -65,11 +65,6 @@ def parse_bytes(value: object) -> object:
     return int(float(match[1]) * BYTE_UNITS[match[2]])
 
 
-def megabytes(n_bytes: int) -> str:
-    """`0.25 MB`"""
-    return f"{n_bytes / 1e6:.2f} MB"
-
-
 def in_units(n_bytes: float) -> str:
     """`1.01kB`, `12.3MB`"""
     from tqdm import tqdm

@@ -27,7 +27,7 @@ from sm_nanogpt.launcher.cli.options import (
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import note, print_json, print_text
 from sm_nanogpt.launcher.errors import InputError, ServiceError, Terminated
-from sm_nanogpt.launcher.values import megabytes
+from sm_nanogpt.launcher.values import in_units
 
 if TYPE_CHECKING:
     from sm_nanogpt.entry_point.model import GPT
@@ -291,8 +291,8 @@ def save_model(
         note(f"copies: {describe_copies(page.copied)}")
     note(f"moments: {page.moments}")
     if limit is not None and page.size > limit:
-        note(f"the page has more than the {megabytes(limit)} for which the job was launched")
-    note(f"size: {megabytes(page.size)}; whoever has the file has the model")
+        note(f"the page has more than the {in_units(limit)} for which the job was launched")
+    note(f"size: {in_units(page.size)}; whoever has the file has the model")
     if count_parameters(loaded) > SLOW_PARAMETERS:
         note(f"it has over {SLOW_PARAMETERS:,} parameters: a browser writes slower than one reads")
     print_text(f"{page.path}\n", nl=False)

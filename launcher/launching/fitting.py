@@ -11,7 +11,7 @@ from sm_nanogpt.launcher.job import Request
 from sm_nanogpt.launcher.launching import sizing
 from sm_nanogpt.launcher.models.quantization import GROUP, HEAD_BITS
 from sm_nanogpt.launcher.text.channels import Texts
-from sm_nanogpt.launcher.values import megabytes
+from sm_nanogpt.launcher.values import in_units
 
 PAGE_SIZES = [n / 20 for n in range(5, 321)]  # as fine as the width of a model follows its size
 PLANNED_BITS = 6  # of a weight: small models lose up to 0.01 bits per byte with 5
@@ -34,7 +34,7 @@ class Fit:
     is_by_text: bool = False
 
     def __str__(self) -> str:
-        page = f"size {self.size:g}, whose page has about {megabytes(self.page_bytes)}"
+        page = f"size {self.size:g}, whose page has about {in_units(self.page_bytes)}"
         return f"{page}; the text is too short for a larger one" if self.is_by_text else page
 
 
@@ -46,7 +46,7 @@ def fit_sizes(request: Request, texts: Texts, page_limits: Sequence[int]) -> lis
     """
     if not request.source.is_packaged:
         problem = "an edited folder computes this model, which a page cannot"
-        raise InputError(problem, field="fit", value=megabytes(page_limits[0]))
+        raise InputError(problem, field="fit", value=in_units(page_limits[0]))
     length = sizing.text_length(texts)
     pages = {}
     for size in PAGE_SIZES:
@@ -56,8 +56,8 @@ def fit_sizes(request: Request, texts: Texts, page_limits: Sequence[int]) -> lis
     for page_limit in page_limits:
         fitting = [size for size in PAGE_SIZES if pages[size] <= page_limit]
         if not fitting:
-            problem = f"the page of the smallest size has {megabytes(pages[PAGE_SIZES[0]])}"
-            raise InputError(problem, field="fit", value=megabytes(page_limit))
+            problem = f"the page of the smallest size has {in_units(pages[PAGE_SIZES[0]])}"
+            raise InputError(problem, field="fit", value=in_units(page_limit))
         size = sizing.largest_readable(fitting, request, length.n_tokens)
         fits.append(Fit(size, pages[size], is_by_text=size < fitting[-1]))
     return fits

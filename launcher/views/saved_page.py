@@ -20,7 +20,7 @@ from sm_nanogpt.launcher.models.quantization import BITS, quantize_model, with_q
 from sm_nanogpt.launcher.models.sample import stream_samples
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.ids import content_of
-from sm_nanogpt.launcher.values import megabytes
+from sm_nanogpt.launcher.values import in_units
 from sm_nanogpt.launcher.views.model_card import card_for
 from sm_nanogpt.launcher.views.model_page import (
     PageMoment,
@@ -154,8 +154,8 @@ class PageDraft:
         """
         size = len(self.content()) + COPIES_BYTES
         while size > limit:
-            excess = f"with {self.rounding.bits} bits a weight the page has {megabytes(size)}"
-            problem = f"{excess}, and its job was launched for {megabytes(limit)}"
+            excess = f"with {self.rounding.bits} bits a weight the page has {in_units(size)}"
+            problem = f"{excess}, and its job was launched for {in_units(limit)}"
             if self.rounding.bits == min(BITS):
                 raise InputError(problem, "bits-over-limit")
             logger.info(f"{problem}: fewer bits")
@@ -222,7 +222,7 @@ def describe_moments(moments: Sequence[Moment], n_kept: int, limit: int | None) 
     if len(moments) == n_kept:
         return shown
     if limit is not None:
-        return f"{shown}, as all {n_kept} would make over {megabytes(limit)}"
+        return f"{shown}, as all {n_kept} would make over {in_units(limit)}"
     return f"{shown}; the run kept {n_kept}"
 
 

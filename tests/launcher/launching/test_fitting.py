@@ -136,7 +136,7 @@ def test_a_fit_goes_with_nothing_that_sets_a_size(fields, problem):
 
 
 def test_a_page_smaller_than_the_smallest_is_refused():
-    with pytest.raises(InputError, match=r"the page of the smallest size has 0\.0\d MB"):
+    with pytest.raises(InputError, match=r"the page of the smallest size has \d\d\.\dkB"):
         fit_sizes(request(), text(), [20_000])
 
 

@@ -25,6 +25,7 @@ from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.models.chat import Chat, Message
 from sm_nanogpt.launcher.models.quantization import quantize_model, with_quantized_weights
 from sm_nanogpt.launcher.text.tokenizer import END_OF_TEXT
+from sm_nanogpt.launcher.values import in_units
 from sm_nanogpt.launcher.views import saved_page
 from sm_nanogpt.launcher.views.model_page import PageMoment, page_of
 from sm_nanogpt.launcher.views.saved_page import PageDraft, save_page
@@ -193,7 +194,7 @@ def test_play_saves_a_page_and_says_what_it_holds(job, cli, tmp_path):
     assert re.search(r"weights: \d bits; .* bits per byte instead of", ran.err)
     assert re.search(r"copies: \d+ bytes, the longest passage of the training text in", ran.err)
     size = (tmp_path / "model.html").stat().st_size
-    assert f"size: {size / 1e6:.2f} MB" in ran.err
+    assert f"size: {in_units(size)}; " in ran.err
     assert size < 2_000_000
     assert "moments: of steps 0, 1, 2, 3, 4, 5, 6, 10\n" in ran.err
     fewer = cli("play", job.job_id, "--save", "fewer.html", "--moments", "3", "--bits", "5").good
@@ -297,6 +298,6 @@ def test_bits_that_are_asked_for_go_over_the_limit(tmp_path):
 def test_play_saves_a_page_within_the_limit_of_its_job(job, cli, home):
     copy_job(job, f"{job.job_id}-3", page_limit=10_000)
     refused = cli("play", f"{job.job_id}-3", "--save", "b.html")
-    assert refused.failed(2, "its job was launched for 0.01 MB; --bits 4 writes it all the same")
+    assert refused.failed(2, "its job was launched for 10.0kB; --bits 4 writes it all the same")
     forced = cli("play", f"{job.job_id}-3", "--save", "b.html", "--bits", "4").good
-    assert "more than the 0.01 MB for which the job was launched" in forced.err
+    assert "more than the 10.0kB for which the job was launched" in forced.err
