@@ -21,7 +21,7 @@ import launching
 import pytest
 from jobs import copy_job
 from launching import until
-from sweeps import GROUP, record
+from sweeps import GROUP, described, record
 
 from sm_nanogpt import Settings
 from sm_nanogpt.launcher.errors import InputError, ServiceError
@@ -56,10 +56,9 @@ def test_a_sweep_without_a_ceiling_asks_for_no_cost(home, monkeypatch):
     request = Request(instance="local", data="input.txt")
     sweep = Sweep(job=request, members=[{"seed": 1}], parallel=1)
     sweep_plan = SweepPlan(JobGroup(GROUP), sweep, Settings(home=home))
-    stopped = SimpleNamespace(job_id="earlier")
-    assert sweep_plan.fields_of(sweep_plan.next_member(1), stopped, math.inf) == {
-        "resume": "earlier"
-    }
+    stopped = described("earlier", "Stopped")
+    fields = sweep_plan.fields_of(sweep_plan.next_member(1), stopped, math.inf)
+    assert fields == {"resume": "earlier"}
 
 
 def test_a_grid_has_each_combination_with_each_seed():
