@@ -5,18 +5,34 @@ from __future__ import annotations
 import logging
 import time
 
+import pytest
+
 from sm_nanogpt.launcher.trying.progress import RunProgress
 
 
-def test_runs_are_counted_and_their_time_left_is_told(monkeypatch, caplog):
-    """After the first that are judged together, and then once in half a minute."""
+class Clock:
+    """Seconds that pass only when a test says so."""
+
     now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+def test_runs_are_counted_and_their_time_left_is_told(clock, caplog):
+    """After the first that are judged together, and then once in half a minute."""
     progress = RunProgress(8, 2)
     progress.begin("4 pairs of shared seeds")
     for _ in range(8):
-        now += 10
+        clock.now += 10
         progress.note_end()
     assert caplog.messages == [
         "4 pairs of shared seeds: 8 runs, 2 at a time",
@@ -25,26 +41,20 @@ def test_runs_are_counted_and_their_time_left_is_told(monkeypatch, caplog):
     ]
 
 
-def test_a_few_seconds_are_worth_no_line(monkeypatch, caplog):
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    caplog.set_level(logging.INFO)
+def test_a_few_seconds_are_worth_no_line(clock, caplog):
     progress = RunProgress(4, 16)
     progress.begin("base")
     for _ in range(4):
-        now += 1
+        clock.now += 1
         progress.note_end()
     assert caplog.messages == ["base: 4 runs, 4 at a time"]
 
 
-def test_the_time_left_after_a_job_is_that_of_judging(monkeypatch, caplog):
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    caplog.set_level(logging.INFO)
+def test_the_time_left_after_a_job_is_that_of_judging(clock, caplog):
     progress = RunProgress(8, 1, made_by_job=True)
-    now += 3600  # of the job
+    clock.now += 3600  # of the job
     for _ in range(2):
         progress.note_made()
-        now += 10
+        clock.now += 10
         progress.note_end()
     assert caplog.messages == ["1 of 8 runs, time left 0:01:10"]
