@@ -13,6 +13,7 @@ from typing import Any
 
 from launching import Finished
 
+from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.storage import write_json
 from sm_nanogpt.launcher.job import COMMON_FIELDS, TrainingJob
@@ -34,6 +35,19 @@ def sibling(job: Finished, number: int, loss: float, **hyperparameters: Any) -> 
     curve = directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
     curve.write_text("\n".join(rows) + "\n")
     return directory.name
+
+
+def stopped_job(**values: Any) -> JobDescription:
+    """A job of this machine that was stopped."""
+    return JobDescription(
+        job_id="sm-nanogpt-20261130-055203-b8e312",
+        status="Stopped",
+        secondary_status="Stopped",
+        instance="local",
+        instance_count=1,
+        created=0.0,
+        **values,
+    )
 
 
 def copy_job(job, job_id, **values):

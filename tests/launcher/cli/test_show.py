@@ -10,6 +10,7 @@ import time
 
 import launching
 import pytest
+from jobs import stopped_job
 
 from sm_nanogpt import upload_data
 from sm_nanogpt.launcher.cli.remedies import sentence
@@ -75,14 +76,9 @@ def test_a_long_upload_shows_a_progress_bar(monkeypatch):
     assert "upload: 100%" in sys.stderr.getvalue()
 
 
-def stopped_job(data: str) -> JobDescription:
-    return JobDescription(
-        job_id="sm-nanogpt-20261130-055203-b8e312",
-        status="Stopped",
-        secondary_status="Stopped",
-        instance="local",
-        instance_count=1,
-        created=0.0,
+def job_with_checkpoint(data: str) -> JobDescription:
+    """A job that was stopped after step 45 of its training on a text."""
+    return stopped_job(
         data=data,
         inputs={"training": data},
         checkpoint_uri="file:///checkpoints",
@@ -92,7 +88,7 @@ def stopped_job(data: str) -> JobDescription:
 
 def test_a_stopped_job_is_resumed_from_its_checkpoint(home, text_file):
     settings = launching.settings_of(home)
-    job = stopped_job(upload_data(text_file, settings).uri)
+    job = job_with_checkpoint(upload_data(text_file, settings).uri)
     assert next_step(job, settings) == (
         f"resume from its checkpoint of step 45: `sm-nanogpt launch --resume {job.job_id}`"
     )
@@ -100,7 +96,7 @@ def test_a_stopped_job_is_resumed_from_its_checkpoint(home, text_file):
 
 def test_a_job_whose_text_was_deleted_needs_it_again(home):
     settings = launching.settings_of(home)
-    job = stopped_job((home / "store/data/notes-0123456789ab").as_uri())
+    job = job_with_checkpoint((home / "store/data/notes-0123456789ab").as_uri())
     assert next_step(job, settings) == (
         "its text, notes-0123456789ab, was deleted:"
         f" `sm-nanogpt fetch-and-sample {job.job_id}` takes the model of its checkpoint of step 45;"

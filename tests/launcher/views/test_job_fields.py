@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from jobs import stopped_job
 
-from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.views.job_fields import columns_of, texts_of
-
-
-def description(**values: Any) -> JobDescription:
-    return JobDescription(
-        job_id="sm-nanogpt-20261130-055203-b8e312",
-        status="Stopped",
-        secondary_status="Stopped",
-        instance="local",
-        instance_count=1,
-        created=0.0,
-        data="file:///home/ann/store/data/notes-0123456789ab",
-        hyperparameters={"max_steps": 600},
-        **values,
-    )
 
 
 @pytest.mark.parametrize(
@@ -34,6 +18,11 @@ def description(**values: Any) -> JobDescription:
     ],
 )
 def test_a_step_is_that_of_the_curve_or_of_a_later_checkpoint(metrics, checkpoint_step, step):
-    job = description(metrics=metrics, checkpoint_step=checkpoint_step)
+    job = stopped_job(
+        data="file:///home/ann/store/data/notes-0123456789ab",
+        hyperparameters={"max_steps": 600},
+        metrics=metrics,
+        checkpoint_step=checkpoint_step,
+    )
     assert texts_of(job)["step"] == step
     assert columns_of([job])["STEP"] == [step]
