@@ -15,6 +15,7 @@ from sm_nanogpt.launcher.job import Expected
 logger = logging.getLogger(__name__)
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
+ID_BEGINS = re.compile(r"sm-nanogpt-\d{8}-\d{6}-")
 STATUSES = ("InProgress", "Stopping", "Completed", "Failed", "Stopped")
 RUNNING = STATUSES[:2]
 
@@ -143,6 +144,11 @@ class UnreadableJob:
 def time_of(job_id: str) -> str:
     """The start of an id, with the time of its launch."""
     return job_id[: len("sm-nanogpt-20261125-000000")]
+
+
+def end_of(job_id: str) -> str:
+    """The end of a job's id, which tells it from others: 79bf20, or 79bf20-3 in a sweep."""
+    return ID_BEGINS.sub("", job_id)
 
 
 def checkpoints_among(names: Iterable[str]) -> dict[int, str]:

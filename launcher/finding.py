@@ -20,7 +20,7 @@ from sm_nanogpt.launcher.backends import (
     backend_for,
     configured_backends,
 )
-from sm_nanogpt.launcher.description import JobDescription, UnreadableJob, time_of
+from sm_nanogpt.launcher.description import JobDescription, UnreadableJob, end_of
 from sm_nanogpt.launcher.errors import InputError, ServiceError, did_you_mean
 from sm_nanogpt.launcher.files.models import is_path
 from sm_nanogpt.launcher.files.storage import path_of
@@ -139,7 +139,7 @@ def similar_to(reference: str, ids: Collection[str], names: Collection[str]) -> 
     like a reference; or ''. `latest` is a name where there are ids."""
     if reference.startswith("sm-nanogpt-"):  # most of an id is like that of any other
         return did_you_mean(reference, sorted(ids), cutoff=0.9)
-    ends = {id.removeprefix(time_of(id)).lstrip("-") for id in ids}
+    ends = {end_of(id) for id in ids}
     latest = {"latest"} if ids else set()
     # Of the six characters of an end, five have to agree: four may do so by chance.
     return did_you_mean(reference, sorted({*names, *ends, *latest}), cutoff=0.75)

@@ -177,9 +177,8 @@ class JobParameter(click.ParamType[str]):
 def job_references() -> list[str]:
     """`latest`, and the name, or else the end of the id, of each of this machine's newest jobs."""
     from sm_nanogpt.launcher.backends import LOCAL, backend_class
-    from sm_nanogpt.launcher.description import JobDescription
+    from sm_nanogpt.launcher.description import JobDescription, end_of
     from sm_nanogpt.launcher.settings import Settings
-    from sm_nanogpt.launcher.views.job_fields import end_of
 
     references = ["latest"]
     with suppress(LauncherError, OSError):  # the command itself says what is wrong

@@ -6,7 +6,6 @@ docs/aws.md. If NARROW names it too, a narrow terminal does without.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,6 @@ from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.instances import has_local_disks
 from sm_nanogpt.launcher.sagemaker.cost import usd
 
-ID_BEGINS = re.compile(r"sm-nanogpt-\d{8}-\d{6}-")
 Text = Callable[[JobDescription], str | None]  # None: not known, or it does not apply
 
 
@@ -58,11 +56,6 @@ def instance_text(job: JobDescription) -> str:
     if job.instance_count > 1:
         return f"{job.instance_count} x {job.instance}"
     return job.instance
-
-
-def end_of(job_id: str) -> str:
-    """The end of a job's id, which tells it from others: 79bf20, or 79bf20-3 in a sweep."""
-    return ID_BEGINS.sub("", job_id)
 
 
 def data_name(job: JobDescription) -> str:

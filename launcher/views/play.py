@@ -28,10 +28,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.entry_point.text import Tokenizer
+from sm_nanogpt.launcher.description import end_of
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.models.chat import Chat, TooLong
 from sm_nanogpt.launcher.models.moments import Moment
-from sm_nanogpt.launcher.views.job_fields import end_of
 from sm_nanogpt.launcher.views.model_page import served_model, served_moment, served_page
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sm_nanogpt.launcher.backends import backend_class
 from sm_nanogpt.launcher.curve import Curve, Row, samples_of_log, total_steps
-from sm_nanogpt.launcher.description import JobDescription
+from sm_nanogpt.launcher.description import JobDescription, end_of
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.finding import find
 from sm_nanogpt.launcher.groups.ranking import Rank, differences, ranking
@@ -22,7 +22,6 @@ from sm_nanogpt.launcher.launching.summary import format_value
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.store import Upload, known_upload
 from sm_nanogpt.launcher.tracking import with_costs
-from sm_nanogpt.launcher.views.job_fields import end_of
 
 logger = logging.getLogger(__name__)
 
