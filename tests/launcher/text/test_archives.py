@@ -7,12 +7,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from exported import conversations
 
 from sm_nanogpt import InputError
 from sm_nanogpt.launcher.text.archives import OTHER_FILE
-from sm_nanogpt.launcher.text.documents import documents_in
-from sm_nanogpt.launcher.text.reading import detect_file
-from sm_nanogpt.launcher.text.skipped import Skipped
 
 WHATSAPP = "12/03/24, 14:05 - Ann: How are you?\n12/03/24, 14:06 - Bob: Fine.\n"
 MESSAGES = [
@@ -37,53 +35,34 @@ def zip_of(path: Path, contents: dict[str, str]) -> Path:
     return path
 
 
-def conversations(path: Path, me: str = "") -> tuple[list[list[str]], Skipped]:
-    """The turns of each conversation in an archive, and what was left out."""
-    skipped = Skipped()
-    documents = documents_in(detect_file(path, me=me), skipped)
-    return [list(document.pieces) for document in documents], skipped
-
-
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("conversations.json", CLAUDE),
-        ("data/conversations-000.json", CLAUDE),
-        ("_chat.txt", WHATSAPP),
-        ("Conversa do WhatsApp com Ann.txt", "\ufeff" + WHATSAPP),
-        ("chat", WHATSAPP),
-    ],
+    ("name", "content", "me"),
+    [("data/conversations-000.json", CLAUDE, ""), ("chat", "\ufeff" + WHATSAPP, "Bob")],
 )
-def test_an_export_is_found_by_what_is_in_it(tmp_path, name, content):
+def test_an_export_is_found_by_what_is_in_it(tmp_path, name, content, me):
     path = zip_of(tmp_path / "export.zip", {name: content})
-    assert conversations(path, me="Bob" if content != CLAUDE else "")[0] == [CHAT]
-
-
-def test_each_export_of_an_archive_is_read(tmp_path):
-    parts = {f"conversations-{number:03}.json": CLAUDE for number in range(3)}
-    path = zip_of(tmp_path / "export.zip", parts)
-    assert conversations(path)[0] == [CHAT, CHAT, CHAT]
+    assert conversations(path, me)[0] == [CHAT]
 
 
 def test_the_archive_of_slack_has_the_names_of_people(tmp_path):
     days = {f"general/2024-03-{day:02}.json": DAY for day in (2, 1)}
     path = zip_of(tmp_path / "slack.zip", days | {"users.json": USERS, "dms.json": "[]"})
-    found, skipped = conversations(path, me="Bob")
-    assert found == [CHAT, CHAT]
+    chats, skipped = conversations(path, me="Bob")
+    assert chats == [CHAT, CHAT]
     assert skipped.talks.authors == {"Bob": 2, "U2": 2}
 
 
 def test_other_files_of_an_archive_are_counted(tmp_path):
-    others = {"IMG-1.jpg": "\x00\x01\x02", "user.json": '{"id": "u"}', "chat.html": "<html>"}
+    others = {"IMG-1.jpg": "\x00\x01\x02", "user.json": '{"id": "u"}', "empty.json": "[]"}
     path = zip_of(tmp_path / "export.zip", {"_chat.txt": WHATSAPP} | others)
-    assert conversations(path, me="Bob")[1].talks.left_out == {OTHER_FILE: 3}
+    assert conversations(path, me="Bob")[1].talks.left_out == {OTHER_FILE: 2}
 
 
 def test_json_that_nobody_can_read_beside_an_export_is_named(tmp_path, caplog):
     """ChatGPT exports the files that one gave it."""
     path = zip_of(tmp_path / "export.zip", {"conversations.json": CLAUDE, "file-1.json": "{a: 1}"})
-    found, skipped = conversations(path)
-    assert found == [CHAT]
+    chats, skipped = conversations(path)
+    assert chats == [CHAT]
     assert skipped.talks.left_out == {OTHER_FILE: 1}
     [message] = caplog.messages
     assert "export.zip, file-1.json: not JSON" in message

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from talks import exchange, messages
-from token_texts import BPE
+from token_texts import BPE, encode_text
 
 from sm_nanogpt import InputError
 from sm_nanogpt.launcher.text.chats import turns_of
@@ -27,7 +27,6 @@ WITH_SYSTEM = ["system\nc", *ASKED]
     ("record", "turns"),
     [
         ({"messages": messages("a", "b")}, ASKED),
-        ({"messages": messages("a", "b"), "text": "c", "tools": None}, ASKED),
         (messages("a", "b"), ASKED),
         ({"messages": messages("c", "a", "b", roles="developer user assistant")}, WITH_SYSTEM),
         ({"messages": messages(" ", "a", "b", roles="system user assistant")}, ASKED),
@@ -39,16 +38,7 @@ WITH_SYSTEM = ["system\nc", *ASKED]
         ({"prompt": "a", "completion": "b", "messages": None, "label": True}, ASKED),
         ({"prompt": messages("a"), "completion": messages("b", roles="assistant")}, ASKED),
         ({"instruction": None, "input": "a", "output": "b"}, ASKED),
-        (
-            {
-                "messages": [],
-                "prompt": None,
-                "completion": "",
-                "conversations": messages("a", "b"),
-            },
-            ASKED,
-        ),
-        ({"text": "a", "messages": None}, None),
+        ({"messages": [], "prompt": None, "conversations": messages("a", "b")}, ASKED),
         ({"text": "a", "instruction": "", "output": " "}, None),
         ({"prompt": "a"}, None),
     ],
@@ -63,9 +53,7 @@ def test_each_form_of_a_conversation_gives_its_turns(record, turns):
         ({"messages": []}, "no messages"),
         ({"messages": {}}, "`messages`"),
         (["a"], "message 1 role"),
-        ({"messages": messages("a", roles="tool")}, "message 1 'tool'"),
         ({"messages": messages("a", " \n")}, "message 2 no text"),
-        ({"messages": messages("a", [])}, "message 2 no text"),
         ({"messages": messages("a", [PART, {"type": "image_url"}])}, "message 2 part"),
         (
             {"messages": messages("a", "b", "c", roles="user assistant system")},
@@ -81,7 +69,6 @@ def test_each_form_of_a_conversation_gives_its_turns(record, turns):
             "message 2 tool_calls",
         ),
         ({"instruction": "a", "output": ""}, "`output` no text"),
-        ({"instruction": "a", "input": {}, "output": "b"}, "`instruction` text"),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "`history`"),
         ({"prompt": None, "completion": "b"}, "`prompt` no text"),
         ({"prompt": "a", "completion": "b", "label": False}, "`completion` bad"),
@@ -95,11 +82,6 @@ def test_what_cannot_be_learned_is_named(record, facts):
         assert fact in str(error.value)
 
 
-def test_a_column_of_text_beats_an_empty_pair():
-    record = {"story": "a", "prompt": None, "completion": None}
-    assert turns_of(record, "", column="story") is None
-
-
 def sums(count: int) -> list[Any]:
     return [{"messages": exchange(f"What is {n} + {n}?", str(2 * n))} for n in range(count)]
 
@@ -108,8 +90,8 @@ def sums(count: int) -> list[Any]:
 def write(tmp_path):
     """Writes records as JSON lines."""
 
-    def write(records: Sequence[Any], name: str = "chats.jsonl") -> Path:
-        path = tmp_path / name
+    def write(records: Sequence[Any]) -> Path:
+        path = tmp_path / "chats.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         return path
 
@@ -164,21 +146,17 @@ def test_an_empty_pair_beside_texts_is_an_empty_document(write):
     assert surveyed.chats == 0
 
 
-CHAT: dict[str, Any] = {"messages": exchange("a", "b")}
-TEXT = {"text": "a"}
+def test_texts_beside_conversations_are_refused(write):
+    text = {"text": "a"}
+    path = write([text, text, {"messages": exchange("a", "b")}])
+    with pytest.raises(InputError, match=r"chats\.jsonl:3: some documents are conversations"):
+        survey(path)
 
 
-@pytest.mark.parametrize(
-    ("records", "position"), [([CHAT, TEXT], ":2: "), ([TEXT, TEXT, CHAT], ":3: ")]
-)
-def test_texts_beside_conversations_are_refused(records, position, write):
-    with pytest.raises(InputError, match=f"chats.jsonl{position}some documents are conv"):
-        survey(write(records))
-
-
-def test_one_conversation_alone_is_refused(cli, write):
-    path = write([{"messages": exchange("a", "b" * 700)}])
-    assert cli("upload-data", path, BPE).failed(2, "one conversation is too little")
+def test_one_conversation_alone_is_refused(write, tokenizer, tmp_path):
+    path = write([{"messages": exchange("a", "b")}])
+    with pytest.raises(InputError, match="one conversation is too little"):
+        encode_text(path, tokenizer, tmp_path)
 
 
 def test_where_a_turn_ends_changes_the_data(write):

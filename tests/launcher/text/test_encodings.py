@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,17 @@ from sm_nanogpt.launcher.cli.remedies import sentence
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text import corpus
 from sm_nanogpt.launcher.text.channels import find_channel
-from sm_nanogpt.launcher.text.documents import Survey, read_pieces
+from sm_nanogpt.launcher.text.documents import (
+    Survey,
+    read_pieces,
+    survey_documents,
+    survey_text,
+)
 from sm_nanogpt.launcher.text.encodings import as_utf8, read_text
+from sm_nanogpt.launcher.text.files import FileOptions, find_files
 from sm_nanogpt.launcher.text.reading import detect_file
 from sm_nanogpt.launcher.text.records import read_json_lines
+from sm_nanogpt.launcher.text.sources import TextSource
 from sm_nanogpt.launcher.text.store import Upload, find_upload
 from sm_nanogpt.launcher.text.unpacking import zstd
 
@@ -39,10 +47,9 @@ def cesu8(text: str) -> bytes:
 FAULTS = {
     "a pasted line": (PASTED, "UTF-8 but for one place (line 21, column 2: byte 0x92)"),
     "two pasted lines": (PASTED + b"\xe9t\xe9\n", "UTF-8 but for 2 lines, the first (line 21, "),
-    "surrogates": (cesu8(ACCENTS), "has surrogates (line 21, column 1: byte 0xed)"),
-    "surrogates in ASCII": (cesu8("The lamp.\n"), "has surrogates (line 2, column 1: "),
+    "surrogates": (cesu8("The lamp.\n"), "has surrogates (line 2, column 1: byte 0xed)"),
     "a cut": (ACCENTS.encode() + b"\xc3", "it ends inside a character, at line 21, column 1"),
-    "a zero": (b"a\0b\n" + ACCENTS.encode(), "a zero at byte 1 (line 1, column 2)"),
+    "a zero": (b"The lamp.\na\0b\n" + ACCENTS.encode(), "a zero at byte 11 (line 2, column 2)"),
 }
 COMMAND = r"`((?:iconv|python3|tr) .*) FILE > NEW-FILE`"
 
@@ -59,12 +66,12 @@ def test_a_fault_is_named_and_its_remedy_works(fault):
     list(read_text(io.BytesIO(ran.stdout), "a.txt", 1 << 20))
 
 
-@pytest.mark.parametrize("fault", ["a pasted line", "surrogates", "a zero"])
+@pytest.mark.parametrize("fault", ["a pasted line", "a zero"])
 def test_a_fault_is_the_same_in_small_chunks(fault):
-    content, _ = FAULTS[fault]
+    content, fact = FAULTS[fault]
     with pytest.raises(InputError) as refused:
         list(read_text(io.BytesIO(content), "a.txt", 7))
-    assert refused.value.code in ("mend-utf8", "mend-surrogates", "leave-out-zeros")
+    assert fact in str(refused.value)
 
 
 def test_a_packed_text_is_unpacked_before_it_is_mended(tmp_path):
@@ -81,9 +88,8 @@ def test_no_encoding_spoils_what_is_utf8_elsewhere(tmp_path):
         detect_file(tmp_path / "a.txt", encoding="cp1252")
 
 
-@pytest.mark.parametrize("n_lines", [20, 100_000])  # the byte is in another chunk, too
-def test_a_text_with_the_mark_of_utf8_is_no_other_encoding(n_lines, tmp_path):
-    content = codecs.BOM_UTF8 + b"To be or not.\n" * n_lines + b"caf\xe9\n"
+def test_a_text_with_the_mark_of_utf8_is_no_other_encoding(tmp_path):
+    content = codecs.BOM_UTF8 + b"To be or not.\n" * 100_000 + b"caf\xe9\n"  # in another chunk
     (tmp_path / "a.txt").write_bytes(content)
     file = detect_file(tmp_path / "a.txt")
     with pytest.raises(InputError, match=r"mark of UTF-8, .* but for one place") as refused:
@@ -103,8 +109,6 @@ def test_a_bad_byte_in_read_json_lines_is_no_other_encoding():
     ("text", "encoding"),
     [
         ("春江潮水连海平，海上明月共潮生。" * 200, "gb18030"),
-        ("зимнюю пору я из лесу вышел " * 90, "cp866"),
-        ("いろはにほへと。" * 200, "shift-jis"),
         ("The café is old. " * 90 + "é", "cp1252"),
     ],
 )
@@ -122,7 +126,6 @@ def test_another_encoding_has_places_too():
 
 ENCODED = {
     "mark.txt": codecs.BOM_UTF8 + FRENCH.encode(),
-    "utf-16.txt": FRENCH.encode("utf-16"),
     "utf-32.txt": FRENCH.encode("utf-32"),
     "be.txt": codecs.BOM_UTF16_BE + FRENCH.encode("utf-16-be"),
     "a.md.ZST": zstd.compress(FRENCH.encode("utf-16")),
@@ -137,8 +140,8 @@ def test_what_is_read_is_plain_utf8(name, tmp_path):
 
 
 def check_upload_of_french(upload: Upload, home: Path) -> None:
-    (stored_file,) = stored(upload.uri).iterdir()
-    assert stored_file.read_text() == FRENCH
+    (path,) = stored(upload.uri).iterdir()
+    assert path.read_text() == FRENCH
     assert upload.characters == len(FRENCH)
     assert upload.size == len(FRENCH.encode())
     assert find_upload(upload.uri, Settings(home=home)) is not None
@@ -160,31 +163,36 @@ def test_what_a_launch_sends_is_plain_utf8(home, tmp_path):
     check_upload_of_french(channel.upload, home)
 
 
-def test_an_encoding_is_for_what_is_not_utf8(home, tmp_path, caplog):
+def texts_of(folder: Path, encoding: str) -> list[str]:
+    files = find_files([TextSource(folder)], FileOptions(encoding=encoding))
+    return ["".join(read_pieces(file)) for file in files]
+
+
+def test_an_encoding_is_for_what_is_not_utf8(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    (tmp_path / "texts").mkdir()
-    for name, content in (
-        ("a.txt", FRENCH.encode("cp1252")),
-        ("b.txt", f"b{FRENCH}".encode()),
-        ("c.txt", f"c{FRENCH}".encode("utf-16")),
-        ("d.txt", LONG.encode()),
-    ):
-        (tmp_path / "texts" / name).write_bytes(content)
-    upload = upload_data(tmp_path / "texts", encoding="cp1252")
-    texts = [(stored(upload.uri) / name).read_text() for name in upload.files]
-    assert texts == [FRENCH, f"b{FRENCH}", f"c{FRENCH}", LONG]
+    (tmp_path / "a.txt").write_bytes(FRENCH.encode("cp1252"))
+    (tmp_path / "b.txt").write_bytes(FRENCH.encode())
+    (tmp_path / "c.txt").write_bytes(FRENCH.encode("utf-16"))
+    (tmp_path / "d.txt").write_bytes(LONG.encode())
+    assert texts_of(tmp_path, "cp1252") == [FRENCH, FRENCH, FRENCH, LONG]
     assert "converted to UTF-8: 1 of 4 files, from cp1252" in caplog.messages
-    (tmp_path / "mute.txt").write_bytes(FRENCH.encode("utf-16-le"))
-    with pytest.raises(InputError, match=r"mute.txt: .*BOM; .* utf-16-le or"):
-        upload_data(tmp_path / "mute.txt", encoding="utf-16")
-    upload = upload_data([tmp_path / "mute.txt", tmp_path / "texts/d.txt"], encoding="utf-16-le")
-    texts = [(stored(upload.uri) / name).read_text() for name in upload.files]
-    assert texts == [FRENCH, LONG]
     with pytest.raises(InputError, match=r"a.txt: is not EUC_JP text"):
-        upload_data(tmp_path / "texts", encoding="euc_jp")
-    for wrong in ("hex", "utf-nine", "idna", "undefined"):
-        with pytest.raises(InputError, match=f"encoding={wrong}: is no encoding"):
-            upload_data(tmp_path / "texts", encoding=wrong)
+        texts_of(tmp_path, "euc_jp")
+
+
+def test_utf16_without_a_mark_needs_the_order_of_its_bytes(tmp_path):
+    (tmp_path / "a.txt").write_bytes(FRENCH.encode("utf-16-le"))
+    (tmp_path / "b.txt").write_bytes(LONG.encode())
+    with pytest.raises(InputError, match=r"a.txt: .*BOM; .* utf-16-le or"):
+        texts_of(tmp_path, "utf-16")
+    assert texts_of(tmp_path, "utf-16-le") == [FRENCH, LONG]
+
+
+@pytest.mark.parametrize("name", ["hex", "utf-nine", "idna"])
+def test_what_no_file_is_written_in_is_no_encoding(name, tmp_path):
+    with pytest.raises(InputError, match="is no encoding") as refused:
+        texts_of(tmp_path, name)
+    assert (refused.value.field, refused.value.value) == ("encoding", name)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +201,6 @@ def test_an_encoding_is_for_what_is_not_utf8(home, tmp_path, caplog):
         ("\x92", "U+0080 to U+009F"),
         ("\ufffd", "U+FFFD"),
         ("Ã©", "read as Windows-1252"),
-        ("â€™", "read as Windows-1252"),
         ("\ra", "carriage returns"),
         ("\x1b[32mINFO\x1b[0m", "escape sequences"),
     ],
@@ -211,8 +218,8 @@ def test_usual_characters_are_not_suspicious():
     assert not survey.suspicions
 
 
-@pytest.mark.parametrize("options", [{}, {"tokenizer": "bpe", "vocab_size": 300}])
-def test_odd_characters_are_warned_about(home, tmp_path, caplog, options):
+@pytest.mark.parametrize("survey", [survey_documents, partial(survey_text, "odd.txt")])
+def test_odd_characters_are_warned_about(tmp_path, caplog, survey):
     (tmp_path / "odd.txt").write_text(f"{LONG}\ufffd{LONG}")
-    upload_data(tmp_path / "odd.txt", **options)
+    survey([detect_file(tmp_path / "odd.txt")]).check("odd.txt")
     assert "odd.txt: has U+FFFD" in caplog.text

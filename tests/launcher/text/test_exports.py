@@ -22,8 +22,6 @@ RECORDS = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
 TELEGRAM = [{"from": "Ann", "text": [text, {"type": "bold", "text": "!"}]} for text in TEXTS]
 
 FORMS: dict[str, Any] = {
-    "an array in an object": {"version": "1", "data": RECORDS},
-    "messages of people": {"name": "Reading circle", "messages": TELEGRAM},
     "arrays in an array": {"chats": {"list": [{"id": 1, "messages": TELEGRAM}] * 2}},
     "an object of objects": {f"k{number}": record for number, record in enumerate(RECORDS)},
     "columns of pandas": {"text": {str(n): text for n, text in enumerate(TEXTS)}, "id": {"0": 1}},
@@ -46,7 +44,7 @@ def read(path: Path) -> list[str]:
         converted = subprocess.run(
             f"{command[1]} {path}", shell=True, check=True, capture_output=True, text=True
         )
-        path = path.with_name(f"made-{path.stem}.jsonl")
+        path = path.with_name(f"records-{path.stem}.jsonl")
         path.write_text(converted.stdout)
     raise AssertionError("the commands lead nowhere")
 
@@ -56,17 +54,18 @@ def read(path: Path) -> list[str]:
 def test_the_command_of_an_error_makes_documents(form, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(FORMS[form], indent=1))
     documents = read(tmp_path / "a.json")
-    assert len(documents) in (len(TEXTS), 2 * len(TEXTS))
-    for text in TEXTS:
-        assert any(text in document for document in documents)
+    if form == "arrays in an array":  # of parts, and twice the same
+        assert documents == [f"{text}!" for text in TEXTS] * 2
+    else:
+        assert documents == TEXTS
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
-def test_an_object_names_the_array_in_it(name, tmp_path):
-    (tmp_path / name).write_text(json.dumps(FORMS["an array in an object"], indent=1))
+def test_an_object_names_the_array_in_it(tmp_path):
+    export = {"version": "1", "data": RECORDS}
+    (tmp_path / "a.json").write_text(json.dumps(export, indent=1))
     message = r"one JSON object: .* in `data` \(9\): `jq -c '.data\[\]'"
     with pytest.raises(InputError, match=message):
-        list(documents_in(detect_file(tmp_path / name), Skipped()))
+        list(documents_in(detect_file(tmp_path / "a.json"), Skipped()))
 
 
 def test_a_file_of_one_record_is_one_document(tmp_path):

@@ -26,7 +26,6 @@ from sm_nanogpt.launcher.text.encodings import guess_encodings
 from sm_nanogpt.launcher.text.files import find_files
 from sm_nanogpt.launcher.text.reading import detect_file
 from sm_nanogpt.launcher.text.sources import TextSource
-from sm_nanogpt.launcher.text.unpacking import zstd
 
 CHINESE = "春江潮水连海平，海上明月共潮生。" * 200
 PDF = b"%PDF-1.7\n" + LONG.encode()
@@ -45,17 +44,11 @@ def refusal_of(path: Path) -> str:
     [
         ("mark.txt", codecs.BOM_UTF8, "0 characters are too few"),
         ("binary.bin", b"\x7fELF\x00\x01" * 500, "binary"),
-        ("late.bin", LONG.encode() * 10 + b"\x00", "zero at byte 45000"),
-        ("cut.txt", LONG.encode() + "é".encode()[:1], "ends inside a character"),
-        ("paper.pdf", PDF, r"is a PDF; `pdftotext \S*paper.pdf`"),
         ("a paper.txt", PDF, r"is a PDF; `pdftotext '\S*a paper.txt'`"),
         ("paper.docx", b"PK\x03\x04", r"is a document; .* -o paper.txt \S*paper.docx`"),
         ("books.tar.gz", gzip.compress(TAR), r"is an archive; .*`tar -xf \S*books.tar.gz`"),
-        ("twice.gz", gzip.compress(gzip.compress(LONG.encode())), "binary"),
-        ("feed.rss", b"<rss>", r"is XML; `python -c .* \S*feed.rss > feed.txt` makes"),
         ("dump.txt", b'\n<?xml version="1.0"?><dump>', "is XML; .* > dump-plain.txt`"),
         ("a b.arrow", b"\xff" * 4, "is an Arrow file; `python -c .* 'a b'.parquet`"),
-        ("a.bin", b"ARROW1\0\0", "is a Feather file; `python -c "),
         ("a.parquet.gz", gzip.compress(b"PAR1"), r"is Parquet; `gunzip -k \S*` unpacks it"),
     ],
 )
@@ -72,7 +65,6 @@ LATIN = LONG.encode() + b"caf\xe9 " * 5
     [
         (LATIN, r"\(line 101, column 4: byte 0xe9\).*'[^']*café"),
         (LONG.encode() + b"\x93quoted\x94" * 5, r"\(line 101, column 1: .*“quoted”"),
-        (FRENCH.encode("cp1252"), "À l’heure"),
     ],
 )
 def test_another_encoding_is_shown_by_what_it_reads(tmp_path, content, reason):
@@ -85,9 +77,7 @@ def test_another_encoding_is_shown_by_what_it_reads(tmp_path, content, reason):
     [
         (FRENCH, "cp1252", "cp1252"),
         ("Příliš žluťoučký kůň. " * 90, "cp1250", "cp1250"),
-        ("зимнюю пору я из лесу " * 90, "koi8-r", "koi8_r"),
         (CHINESE, "gbk", "gb18030"),
-        ("いろはにほへと。" * 200, "shift-jis", "cp932"),
         (LONG, "utf-16-le", "utf_16_le"),
     ],
 )
@@ -123,10 +113,7 @@ def test_each_command_refuses_what_is_no_text(cli, home, tmp_path, command):
     ("name", "content", "kind"),
     [
         ("A.JSONL", b'{"text": "a"}\n', "JSON lines"),
-        ("a.json", b'{"text": "a"}\n', "JSON"),
-        ("b.jsonl.gz", gzip.compress(b'{"text": "a"}\n'), "JSON lines"),
-        ("array.json", b' [\n{"text": "a"}]', "JSON"),
-        ("table.csv", b"text\na\n", "a table"),
+        ("array.json.gz", gzip.compress(b' [\n{"text": "a"}]'), "JSON"),
         ("table.txt", b"PAR1", "Parquet"),
     ],
 )
@@ -147,11 +134,24 @@ def test_records_are_sent_to_a_tokenizer(refusal, tmp_path):
     assert re.search(r"`sm-nanogpt upload-data \S*only --tokenizer bpe`", error)
 
 
-def test_json_that_is_called_text_is_warned_about(cli, tmp_path):
-    (tmp_path / "chats.txt").write_text('{"text": "a"}\n' * 99)
+@pytest.mark.parametrize(
+    ("name", "content", "warning"),
+    [
+        ("chats.txt", '{"text": "a"}\n' * 99, "looks like JSON"),
+        ("table.txt", "id,body\n" + "1,a sea\n" * 99, "looks like a table"),
+    ],
+)
+def test_records_that_are_called_text_are_warned_about(tmp_path, caplog, name, content, warning):
+    (tmp_path / name).write_text(content)
+    assert detect_file(tmp_path / name).format is formats.PLAIN
+    [message] = caplog.messages
+    assert warning in message
+
+
+def test_text_that_is_called_json_before_txt_is_text(tmp_path, caplog):
     (tmp_path / "notes.jsonl.txt").write_text(LONG)
-    assert "chats.txt: looks like JSON" in cli("upload-data", "chats.txt").good.err
-    assert "JSON" not in cli("upload-data", "notes.jsonl.txt").good.err
+    assert detect_file(tmp_path / "notes.jsonl.txt").format is formats.PLAIN
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("names", [("dataset_dict.json",), ("dataset_info.json", "state.json")])
@@ -171,21 +171,16 @@ def test_what_the_refusal_of_xml_advises_makes_text(tmp_path):
     assert (tmp_path / "a dump.txt").read_text() == f"{LONG} caf\u00e9\n"
 
 
-def test_a_page_is_text_for_who_includes_it(home, tmp_path):
-    (tmp_path / "a.html").write_text(f"<html>{LONG}")
-    assert upload_data(tmp_path, include="*.html").files == ("a.txt",)
+def test_a_page_is_text_for_who_includes_it(tmp_path):
+    (tmp_path / "a.html").write_text("<html>a</html>")
+    file = detect_file(tmp_path / "a.html", plain=True)
+    assert list(read_pieces(file)) == ["<html>a</html>"]
 
 
 def test_conversations_are_offered_the_tokens_of_a_model(cli, tmp_path):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
     assert cli("upload-data", "chats.jsonl").failed(2, "chats.jsonl --tokenizer JOB-ID` encodes")
-
-
-@pytest.mark.parametrize("text", ["id,text\n", "id,body\n"])
-def test_a_table_that_is_called_text_is_warned_about(cli, tmp_path, text):
-    (tmp_path / "table.txt").write_text(text + "1,a sea\n" * 99)
-    assert "table.txt: looks like a table" in cli("upload-data", "table.txt").good.err
 
 
 def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
@@ -216,12 +211,14 @@ def test_another_encoding_needs_no_temporary_file(home, tmp_path, monkeypatch):
     assert list(read_pieces(detect_file(tmp_path / "a.txt"))) == [FRENCH]
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
-def test_a_small_file_unpacks_to_little(home, tmp_path, monkeypatch, pack):
+def test_a_small_file_unpacks_to_little(tmp_path, monkeypatch):
     monkeypatch.setattr("sm_nanogpt.launcher.text.unpacking.RATIO_FREE_BYTES", 1 << 20)
-    (tmp_path / "a.txt.gz").write_bytes(pack(bytes([97]) * (1 << 23)))
-    with pytest.raises(InputError, match=r"a\.txt\.gz: unpacks to over \d+ MiB"):
-        upload_data(tmp_path / "a.txt.gz")
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(b"a" * (1 << 20)))
+    assert len("".join(read_pieces(detect_file(path)))) == 1 << 20
+    path.write_bytes(gzip.compress(b"a" * ((1 << 20) + 1)))
+    with pytest.raises(InputError, match=r"a\.txt\.gz: unpacks to over 1 MiB"):
+        list(read_pieces(detect_file(path)))
 
 
 def without_times(content: io.BufferedReader) -> io.BufferedReader:
@@ -229,20 +226,16 @@ def without_times(content: io.BufferedReader) -> io.BufferedReader:
     return io.BufferedReader(io.BytesIO(b"".join(lines)))
 
 
-@pytest.mark.parametrize("name", ["song.lrc", "song.LRC.gz"])
-def test_a_format_of_texts_needs_its_row_alone(name, home, cli, tmp_path, monkeypatch):
+def test_a_format_of_texts_needs_its_row_alone(home, cli, tmp_path, monkeypatch):
     lyrics = formats.Format(
         "lyrics", ".lrc", help="what is sung", converter=without_times, is_text=True
     )
     monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, lyrics))
     lines = "".join(f"{n}\n00:00:01 --> 00:00:02\nTo be, or not to be.\n" for n in range(90))
-    content = lines.encode("utf-16")
     (tmp_path / "songs").mkdir()
-    packed = gzip.compress(content) if name.endswith("gz") else content
-    (tmp_path / "songs" / name).write_bytes(packed)
-    for path in ("songs", f"songs/{name}"):
-        [text] = stored(upload_data(tmp_path / path).uri).rglob("*.txt")
-        assert text.read_text() == "To be, or not to be.\n" * 90
+    (tmp_path / "songs/song.LRC.gz").write_bytes(gzip.compress(lines.encode("utf-16")))
+    [text] = stored(upload_data(tmp_path / "songs").uri).rglob("*.txt")
+    assert text.read_text() == "To be, or not to be.\n" * 90
     assert re.search(r"\*\.lrc +what is sung\n", cli("upload-data", "--help").good.out)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
-from talks import exchange
+from texts import stored
 
 from sm_nanogpt import InputError
 from sm_nanogpt.launcher.text import records
@@ -24,9 +24,9 @@ CHAT = [{"role": "user", "content": "a\n"}, {"role": "assistant", "content": 'b 
 HEAD = b"id,text\n1,a\n"
 
 
-def table(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
+def table(rows: list[dict[str, Any]]) -> bytes:
     file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, rows[0], delimiter=delimiter)
+    writer = csv.DictWriter(file, rows[0])
     writer.writeheader()
     writer.writerows(rows)
     return file.getvalue().encode()
@@ -46,17 +46,12 @@ WRITE: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
     "a.jsonl": lines,
     "a.json": lambda rows: json.dumps(rows, indent=1, ensure_ascii=False).encode(),
     "a.csv": table,
-    "excel.csv": lambda rows: table(rows, ";"),
-    "a.tsv": lambda rows: table(rows, "\t"),
     "a.parquet": parquet,
 }
-
-
 READERS = {
     ".jsonl": records.read_json_lines,
     ".json": records.read_json_array,
     ".csv": records.read_table,
-    ".tsv": records.read_table,
     ".parquet": records.read_parquet,
 }
 
@@ -74,21 +69,7 @@ def test_each_format_holds_the_same_documents(name):
     assert not any(document.is_chat for document in documents)
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (b"text\na\tb\n", "a\tb"),
-        (b"text\na, b\n", "a, b"),
-        (b'text,"n\tm"\na;b,c\n', "a;b"),
-    ],
-)
-def test_the_first_row_shows_what_separates_cells(content, text):
-    (document,) = read("a.csv", content)
-    assert document.position == "a.csv:2"
-    assert list(document.pieces) == [text]
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_conversations_are_in_each_format_that_nests(name):
     rows: list[dict[str, Any]] = [{"messages": CHAT, "text": None}, {"messages": None, "text": "b"}]
     chat, text = read(name, WRITE[name](rows))
@@ -98,30 +79,30 @@ def test_conversations_are_in_each_format_that_nests(name):
     assert list(text.pieces) == ["b"]
 
 
-def test_a_named_column_comes_before_a_conversation():
+@pytest.mark.parametrize(
+    ("column", "pieces"),
+    [
+        ("text", ["user\na", "assistant\nb"]),
+        ("body", ["c"]),
+        ("chosen", ["user\na\n", 'assistant\nb "c"']),
+    ],
+)
+def test_a_named_column_comes_before_a_conversation(column, pieces):
     row = {"prompt": "a", "completion": "b", "body": "c", "chosen": CHAT}
-    pieces_of_column = {
-        "text": ["user\na", "assistant\nb"],
-        "body": ["c"],
-        "chosen": ["user\na\n", 'assistant\nb "c"'],
-    }
-    for column, pieces in pieces_of_column.items():
-        for name in ("a.jsonl", "a.parquet"):
-            (document,) = read(name, WRITE[name]([row]), column)
-            assert list(document.pieces) == pieces
-            assert document.is_chat == (column != "body")
+    (document,) = read("a.parquet", parquet([row]), column)
+    assert list(document.pieces) == pieces
+    assert document.is_chat == (column != "body")
 
 
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [
-        ("a.jsonl", "a.jsonl:1", "a.jsonl:2"),
         ("a.json", "a.json, item 1", "a.json, item 2"),
         ("a.csv", "a.csv:2", "a.csv:4"),
         ("a.parquet", "a.parquet, row 1", "a.parquet, row 2"),
     ],
 )
-def test_places_are_lines_or_counts_of_items(name, first, second):
+def test_positions_are_lines_or_counts_of_items(name, first, second):
     documents = read(name, WRITE[name]([{"text": "a\nb"}, {"text": "c"}]))
     assert [document.position for document in documents] == [first, second]
 
@@ -135,17 +116,14 @@ def test_places_are_lines_or_counts_of_items(name, first, second):
         ("a.json", b'[{"text": "a"}\n {"text": "b"}]', ("not JSON at line 2 ",)),
         ("a.json", b"[" * 100_000, ("not JSON that can be read: ",)),
         ("a.json", b"[%s]" % (b"9" * 5_000), ("not JSON that can be read: ", "too many digits")),
-        ("a.json", b"[1]", ("item 1", "no JSON object")),
         ("a.csv", b"id,body\n1,a\n", (":1: ", "`text`", "fields of text: `id`, `body`")),
         ("a.csv", b"text,text\na,b\n", ("two columns", "`text`")),
         ("a.csv", HEAD + b'2,"b\n', (":3: ", "doubled")),
         ("a.csv", HEAD + b"2,b,c\n", (":3: ", "3 cells", "has 2")),
-        ("a.parquet", parquet([{"id": 1, "body": "a"}]), (": ", "`text`", "of text: `body`")),
-        ("a.parquet", parquet([{"text": 1, "b": "a"}]), ("`text` is int64", "of text: `b`")),
         ("a.parquet", b"PAR1" + b"x" * 100, ("damaged",)),
     ],
 )
-def test_a_record_without_text_is_refused_with_its_place(name, content, facts):
+def test_a_record_without_text_is_refused_with_its_position(name, content, facts):
     with pytest.raises(InputError) as raised:
         read(name, content)
     message = str(raised.value)
@@ -173,7 +151,6 @@ STRUCT = pa.array([{"title": "a"}])
         (parquet_of(text=pa.array([b"\xff"])), ("row 1", "bytes that are not UTF-8")),
         (parquet_of(messages=NEVER), ("row 1", "does not know")),
         (parquet_of(text=pa.array([["a"]])), ("row 1", "`text` is no text", "of text: none")),
-        (parquet([{f"c{n}": "a" for n in range(999)}]), ("`c19` and 979 more",)),
     ],
 )
 def test_a_schema_names_the_columns_of_text(content, facts):
@@ -188,11 +165,9 @@ def test_bytes_of_text_are_text():
     assert list(document.pieces) == ["é"]
 
 
-@pytest.mark.parametrize("dictionary", [True, False])
-def test_a_small_parquet_file_unpacks_to_little(dictionary, monkeypatch):
+def test_a_small_parquet_file_unpacks_to_little(monkeypatch):
     monkeypatch.setattr("sm_nanogpt.launcher.text.unpacking.RATIO_FREE_BYTES", 1 << 20)
-    rows = [{"text": "a" * 10_000}] * 2_000
-    content = parquet(rows, use_dictionary=dictionary, compression="zstd")
+    content = parquet([{"text": "a" * 10_000}] * 200, compression="zstd")
     with pytest.raises(InputError, match=r"^a\.parquet: unpacks to over"):
         read("a.parquet", content)
 
@@ -224,7 +199,7 @@ def test_parquet_reads_only_columns_of_text():
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
 def test_a_long_file_is_not_in_memory_as_a_whole(name, tmp_path):
-    rows = [{"text": f"{number} " * 500} for number in range(5_000)]  # 13 MB
+    rows = [{"text": f"{number} " * 500} for number in range(3_000)]  # 7 MB
     (tmp_path / name).write_bytes(WRITE[name](rows))
     with (tmp_path / name).open("rb") as file:
         tracemalloc.start()
@@ -232,13 +207,13 @@ def test_a_long_file_is_not_in_memory_as_a_whole(name, tmp_path):
         assert sum(1 for _ in texts) == len(rows)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert peak < 8e6
+    assert peak < 6e6
 
 
 def ids(cli: Callable[..., Any], path: Path, *options: str) -> list[bytes]:
-    """The ids that an upload of a file makes, of train and of val."""
+    """The ids that an upload of a file has, of train and of val."""
     upload = cli("upload-data", path, "--tokenizer", "bpe", "--vocab-size", "300", options).good
-    directory = Path(upload.out.strip().removeprefix("file://"))
+    directory = stored(upload.out.strip())
     return [(directory / f"{part}-00000.bin").read_bytes() for part in ("train", "val")]
 
 
@@ -248,16 +223,3 @@ def test_a_format_and_a_column_make_no_other_ids(cli, tmp_path):
     (tmp_path / "a.parquet").write_bytes(parquet([{"id": 1, "body": text} for text in texts]))
     expected = ids(cli, tmp_path / "a.jsonl")
     assert ids(cli, tmp_path / "a.parquet", "--column", "body") == expected
-
-
-def test_the_form_of_conversations_makes_no_other_ids(cli, tmp_path):
-    chats = []
-    pairs = []
-    for n in range(30):
-        question = f"What, exactly, is {n} + {n}?\n"
-        answer = f'"{2 * n}"'
-        chats.append({"messages": exchange(question, answer)})
-        pairs.append({"instruction": question, "input": "", "output": answer})
-    (tmp_path / "chats.parquet").write_bytes(parquet(chats))
-    (tmp_path / "alpaca.csv").write_bytes(table(pairs))
-    assert ids(cli, tmp_path / "alpaca.csv") == ids(cli, tmp_path / "chats.parquet")

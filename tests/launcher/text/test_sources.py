@@ -20,6 +20,7 @@ from sm_nanogpt.launcher.text.files import FileOptions, find_files
 from sm_nanogpt.launcher.text.reading import detect_file
 from sm_nanogpt.launcher.text.sources import name_of, open_sources
 
+PAGE = "https://huggingface.co/datasets"
 BPE = ("--tokenizer", "bpe", "--vocab-size", "300")
 FILES = {
     "README.md": b"the card",
@@ -89,7 +90,6 @@ def below(prefix: str, top: str) -> dict[str, bytes]:
 
 HUB_SOURCES = {
     "me/notes": below("", "notes"),
-    "me/notes/data": below("data/", "data"),
     f"me/notes@{hubs.COMMIT}/data": below("data/", "data"),
     "me/notes@refs/convert/parquet": below("", "parquet"),
     "me/notes/train.csv": {"train.csv": FILES["train.csv"]},
@@ -97,34 +97,30 @@ HUB_SOURCES = {
         "data/a.txt": FILES["data/a.txt"],
         "data/empty.txt": FILES["data/empty.txt"],
     },
-    "me/notes/**/*.jsonl": {"notes/data/deep/b.jsonl": FILES["data/deep/b.jsonl"]},
 }
 
 
 @pytest.mark.parametrize("source", HUB_SOURCES)
 def test_files_of_the_hub_are_copied(hub, copied, source):
-    moved = list[int]()
-    files = copied(f"hf://datasets/{source}", progress=moved.append)
+    sizes: list[int] = []
+    files = copied(f"hf://datasets/{source}", progress=sizes.append)
     assert files == HUB_SOURCES[source]
-    assert sum(moved) == sum(map(len, files.values()))
+    assert sum(sizes) == sum(map(len, files.values()))
 
 
 REFUSED = {
-    "me/private": (InputError, "no such data set, or it is private: run `hf auth login`"),
-    "me/gated": (ServiceError, "ask for access on https://huggingface.co/datasets/me/gated"),
-    "me/notes@v2": (InputError, "no such revision"),
-    "me/notes/none.txt": (InputError, "nothing is there"),
-    "squad": (InputError, "hf://datasets/OWNER/NAME/PATH"),
-    "me/..notes": (InputError, "cannot start or end with"),
+    "me/private": "no such data set, or it is private: run `hf auth login`",
+    "me/notes@v2": "no such revision",
+    "me/notes/none.txt": "nothing is there",
+    "me/..notes": "cannot start or end with",
 }
 
 
 @pytest.mark.parametrize("source", REFUSED)
 def test_what_the_hub_does_not_give_is_one_line(hub, copied, source):
-    kind, fact = REFUSED[source]
-    with pytest.raises(kind) as refused:
+    with pytest.raises(InputError) as refused:
         copied(f"hf://datasets/{source}")
-    assert fact in str(refused.value)
+    assert REFUSED[source] in str(refused.value)
     assert str(refused.value).startswith(f"hf://datasets/{source}: ")
     assert "\n" not in str(refused.value)
 
@@ -132,7 +128,7 @@ def test_what_the_hub_does_not_give_is_one_line(hub, copied, source):
 def test_a_token_opens_what_is_private_or_gated(hub, copied, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", hubs.TOKEN)
     assert copied("hf://datasets/me/private") == below("", "private")
-    with pytest.raises(ServiceError, match="ask for access"):
+    with pytest.raises(ServiceError, match=f"ask for access on {PAGE}/me/gated"):
         copied("hf://datasets/me/gated")
     hub.granted.add("me/gated")
     assert copied("hf://datasets/me/gated") == below("", "gated")
@@ -181,8 +177,6 @@ def bucket(s3, monkeypatch):
 S3_SOURCES = {
     "texts": below("", "texts"),
     "texts/data/": below("data/", "data"),
-    "texts/data/a.txt": {"a.txt": FILES["data/a.txt"]},
-    "texts/*.csv": {"texts/train.csv": FILES["train.csv"]},
 }
 
 
@@ -214,10 +208,8 @@ def test_standard_input_is_a_file(copied, type_in, tmp_path):
 @pytest.mark.parametrize(
     ("source", "fact"),
     [
-        ("https://a.org/b.txt", "web address"),
-        ("gs://bucket/b.txt", "s3://bucket/prefix"),
+        ("gs://bucket/b.txt", "hf://datasets/OWNER/NAME/PATH, or s3://bucket/prefix"),
         ("- -", "given once"),
-        ("hf://me/model", "hf://datasets/OWNER/NAME"),
         ("", "the path is empty"),
     ],
 )
@@ -253,7 +245,6 @@ TABLE = b"id,Review\n" + b"1,a sea\n" * 90
 @pytest.mark.parametrize(
     ("content", "column", "format"),
     [
-        (LINES, "text", "JSON"),
         (gzip.compress(LINES), "text", "JSON"),
         (b"[%s]" % LINES.strip().replace(b"\n", b","), "text", "JSON"),
         (TABLE, "Review", "a table"),
@@ -277,7 +268,6 @@ def test_standard_input_is_uploaded(cli, type_in):
     ("content", "options", "fact"),
     [
         (LINES, [], "`sm-nanogpt upload-data - --tokenizer bpe`"),
-        (b"Rev, a\n", ["--column", "Review"], "records, and - is plain"),
         (b"%PDF-1", [], "`pdftotext FILE`"),
     ],
 )

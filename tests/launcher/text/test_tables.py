@@ -12,14 +12,13 @@ from sm_nanogpt.launcher.text.tables import columns_in
 
 
 def read(content: str, column: str = "text") -> list[tuple[str, str]]:
-    """The place and the text of each row."""
+    """The position and the text of each row."""
     rows = records.read_table(io.BytesIO(content.encode()), "a.csv", column)
-    return [(place, row[column]) for place, row in rows]
+    return [(position, row[column]) for position, row in rows]
 
 
 TABLES = {
-    "a line of Excel": ("sep=;\r\nid;text\r\n1;a, b\r\n", 3),
-    "any separator in that line": ("sep=^\nid^text\n1^a, b\n", 3),
+    "a line of Excel": ("sep=^\r\nid^text\r\n1^a, b\r\n", 3),
     "a blank line": ('\nid,text\n1,"a, b"\n', 3),
     "separators in quotes": ('"id";"name, as it is, in full";"text"\n1;x;a, b\n', 2),
     "a line break in quotes": ('"id\nof it",text\n1,"a, b"\n', 3),
@@ -35,10 +34,8 @@ def test_a_table_is_read_as_its_program_meant_it(form):
     assert read(content) == [(f"a.csv:{line}", "a, b")]
 
 
-@pytest.mark.parametrize("separator", ["\t", "|"])
-def test_quotes_are_letters_where_nothing_is_quoted(separator):
-    rows = ["id,text", '1,"Hello" he said', '2,5" disk', '3,"']
-    content = "\n".join(rows).replace(",", separator)
+def test_quotes_are_letters_where_nothing_is_quoted():
+    content = 'id\ttext\n1\t"Hello" he said\n2\t5" disk\n3\t"\n'
     assert [text for _, text in read(content)] == ['"Hello" he said', '5" disk', '"']
 
 

@@ -50,6 +50,6 @@ def test_no_file_is_begun_after_one_that_fails(home, tmp_path, monkeypatch):
 
     monkeypatch.setattr(storage, "write_file", fail)
     with pytest.raises(ServiceError, match="cut"):
-        upload_data(write_notes(tmp_path / "notes", 400))
+        upload_data(write_notes(tmp_path / "notes", 100))
     assert len(started) <= 2 * writing.WRITERS
     assert list((home / "store/data").glob("*.json")) == []
