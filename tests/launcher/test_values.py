@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import subprocess
+import runpy
 import sys
 from decimal import Decimal
 from fractions import Fraction
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import sm_nanogpt as sm
+from sm_nanogpt.launcher import values
 from sm_nanogpt.launcher.groups.sweep import list_values
 from sm_nanogpt.launcher.values import plain
 
@@ -25,15 +26,11 @@ FULL_ID = "sm-nanogpt-20260101-000000-abcdef"
 def test_a_value_of_another_library_becomes_pythons():
     cases = [
         (np.int64(3), 3),
-        (np.float64(0.5), 0.5),
         (np.bool_(True), True),
         (np.str_("adamw"), "adamw"),
-        (np.array(3), 3),
-        (torch.tensor(3), 3),
         (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
         (Fraction(1, 2), 0.5),
         (True, True),
-        ("text", "text"),
     ]
     for value, expected in cases:
         assert plain(value) == expected
@@ -42,16 +39,13 @@ def test_a_value_of_another_library_becomes_pythons():
 
 def test_a_sweep_takes_any_sequence_of_values():
     cases = [
-        (np.logspace(-2, -1, 2), [0.01, 0.1]),
-        (np.arange(1, 3), [1, 2]),
         (np.array(["muon", "adamw"]), ["muon", "adamw"]),
         (torch.tensor([1, 2]), [1, 2]),
-        (range(2, 4), [2, 3]),
         ((np.int64(n) for n in (1, 2)), [1, 2]),
         ({1: "a", 2: "b"}.keys(), [1, 2]),
     ]
-    for values, expected in cases:
-        plain_values = list_values("x", values)
+    for case, expected in cases:
+        plain_values = list_values("x", case)
         assert plain_values == expected
         assert [type(value) for value in plain_values] == [type(value) for value in expected]
 
@@ -64,23 +58,10 @@ def test_columns_of_pandas_are_taken_as_lists():
 
 
 def test_no_list_of_different_values_is_refused():
-    cases = [
-        5,
-        "adamw",
-        np.array(5),
-        [],
-        np.array([]),
-        [0.1, 0.1],
-        np.array([0.1, np.nan]),
-        [0.1, math.inf],
-        np.eye(2),
-        [None, 1],
-        [b"a"],
-        [{}],
-    ]
-    for values in cases:
+    cases = ["adamw", np.array(5), [], [0.1, 0.1], [0.1, math.inf], np.eye(2), [None, 1], [b"a"]]
+    for case in cases:
         with pytest.raises(sm.InputError) as caught:
-            list_values("x", values)
+            list_values("x", case)
         assert caught.value.field == "sweep"
         assert "x" in str(caught.value)
 
@@ -94,10 +75,9 @@ def test_a_request_takes_numbers_of_numpy_as_pythons():
     assert spent.max_run == 600
 
 
-def test_a_request_takes_paths_uploads_and_jobs(home, short_text_file):
-    data = sm.upload_data([short_text_file])
+def test_a_request_takes_paths_uploads_and_jobs(home, upload):
     assert sm.Request(instance="local", data=Path("~/x.txt")).data == "~/x.txt"
-    assert sm.Request(instance="local", data=data, validation=data).data == data.uri
+    assert sm.Request(instance="local", data=upload, validation=upload).data == upload.uri
     assert sm.Request(instance="local", init_from=sm.Job(FULL_ID)).init_from == FULL_ID
     assert sm.Settings(store=home / "store").store == str(home / "store")
 
@@ -116,75 +96,69 @@ def test_the_home_directory_of_a_path_is_found(home, short_text_file):
     assert sm.upload_data(Path("~/mine.txt")).files == ("mine.txt",)
 
 
-def test_values_need_no_numpy():
-    code = (
-        "import sys; sys.modules['numpy'] = None;"
-        "from sm_nanogpt.launcher.values import plain; plain([1])"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_values_need_no_numpy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    module = runpy.run_path(str(values.__file__))
+    assert module["plain"]([1]) == [1]
 
 
 def local(**fields: Any) -> sm.Plan:
     return sm.prepare(sm.Request(instance="local", **fields))
 
 
+@pytest.fixture
+def upload(home, short_text_file):
+    return sm.upload_data(short_text_file)
+
+
 @pytest.mark.parametrize(
     "call",
     [
         sm.upload_data,
-        sm.load_model,
         sm.job,
         lambda text: local(data=text),
-        lambda text: local(init_from=text),
-        lambda text: local(teacher=text),
         lambda text: local(entry_point=text),
-        lambda text: local(preset=text),
         lambda text: local(hyperparameters={"learning_rate": text}),
         lambda text: local(hyperparameters={text: 1}),
         lambda text: sm.Request(instance="local", name=text),
         lambda text: sm.Request(instance=text),
     ],
 )
-def test_a_text_in_a_wrong_place_gives_a_short_error(home, short_text_file, call):
-    sm.upload_data(short_text_file)
+def test_a_text_for_a_name_gives_a_short_error(home, upload, call):
     with pytest.raises((sm.InputError, sm.Missing)) as caught:
         call(TEXT)
     assert len(str(caught.value)) < 1100 < len(TEXT)
 
 
-@pytest.mark.parametrize("location", [TEXT, "a/" * 5000, "a" * 5000])
-def test_a_text_for_a_path_is_called_so(home, location):
-    for use in (sm.upload_data, lambda text: sm.prepare(sm.Request(instance="local", data=text))):
+def test_a_text_for_a_path_is_called_so(home):
+    for location in (TEXT, "a/" * 2048):
         with pytest.raises(sm.InputError, match="is a text, not a path"):
-            use(location)
+            sm.upload_data(location)
+    with pytest.raises(sm.InputError, match="is a text, not a path"):
+        local(data=TEXT)
 
 
 @pytest.mark.parametrize(
-    ("fields", "field"),
+    ("field", "value"),
     [
-        ({"preset": "fast"}, "preset"),
-        ({"hyperparameters": {"n_layr": 3}}, "hyperparameters"),
-        ({"hyperparameters": {"n_embd": 7}}, "hyperparameters"),
-        ({"data": "nofile.txt"}, "data"),
-        ({"data": "no-upload-0123456789ab"}, "data"),
-        ({"validation": "short.txt"}, "validation"),
-        ({"init_from": "nope"}, "init_from"),
-        ({"teacher": "./nope"}, "teacher"),
-        ({"resume": "nope"}, "resume"),
-        ({"entry_point": "nope"}, "entry_point"),
-        ({"size": 99}, "size"),
-        ({"name": "latest"}, "name"),
+        ("preset", "fast"),
+        ("hyperparameters", {"n_layr": 3}),
+        ("data", "nofile.txt"),
+        ("validation", "short.txt"),
+        ("init_from", "nope"),
+        ("teacher", "./nope"),
+        ("resume", "nope"),
+        ("entry_point", "nope"),
+        ("size", 99),
+        ("name", "latest"),
     ],
 )
-def test_an_error_about_a_field_has_its_name_and_value(
-    home, short_text_file, tmp_path, fields, field
-):
-    sm.upload_data(short_text_file)
+def test_an_error_about_a_field_has_its_name_and_value(home, upload, tmp_path, field, value):
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises((sm.InputError, sm.ServiceError)) as caught:
-        local(**fields)
+        local(**{field: value})
     assert caught.value.field == field
-    assert str(caught.value.value) == str(fields[field])
+    assert str(caught.value.value) == str(value)
 
 
 def test_a_launch_without_any_upload_is_about_data(home):

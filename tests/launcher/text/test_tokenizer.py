@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import random
 import re
-import time
 from array import array
+from concurrent.futures import Future
+from functools import partial
 from threading import Event
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import tokenizers
 from token_texts import (
     BPE,
     BYTE_LEVEL,
     FOX,
-    GPT_2,
     LLAMA_3,
     QWEN,
     STRANGE,
@@ -28,6 +30,7 @@ from sm_nanogpt import InputError, Settings
 from sm_nanogpt.entry_point.text import Tokenizer, character_tokenizer
 from sm_nanogpt.launcher.models.encoder import Encoder, published_tokenizer
 from sm_nanogpt.launcher.text.reading import detect_file
+from sm_nanogpt.launcher.text.threads import in_thread
 from sm_nanogpt.launcher.text.tokenizer import (
     find_tokenizer,
     fitting_size,
@@ -53,7 +56,7 @@ def test_a_vocabulary_is_learned_from_all_documents(tmp_path):
 def test_combining_marks_stay_with_their_letters(tmp_path):
     """In Hindi, each letter may have one."""
     draw = random.Random(5)
-    syllables = "की मि से हू".split()
+    syllables = ["की", "मि", "से", "हू"]
     words = {"".join(draw.choices(syllables, k=3)) for _ in range(20)}
     (tmp_path / "a.txt").write_text(" ".join(draw.choices(sorted(words), k=2000)))
     learned = learn_tokenizer([detect_file(tmp_path / "a.txt")], 512)
@@ -129,11 +132,11 @@ def test_the_tokenizer_of_an_upload_is_taken_by_its_directory(documents, tmp_pat
 
 
 def test_the_library_reads_the_tokenizer_of_an_upload(token_upload, tokenizer):
-    theirs = tokenizers.Tokenizer.from_file(str(token_upload / "tokenizer.json"))
+    library = tokenizers.Tokenizer.from_file(str(token_upload / "tokenizer.json"))
     text = FOX + "漢字 🙂"
-    assert theirs.encode(text).ids == published_tokenizer(tokenizer.document).encode(text).ids
+    assert library.encode(text).ids == published_tokenizer(tokenizer.document).encode(text).ids
     config = json.loads((token_upload / "tokenizer_config.json").read_text())
-    assert theirs.token_to_id(config["eos_token"]) == tokenizer.end
+    assert library.token_to_id(config["eos_token"]) == tokenizer.end
 
 
 NO_STEPS = {"type": "Sequence", "pretokenizers": []}

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import launching
 import pytest
 import torch
 from runs import SMALL, command_line, metrics, run
-from talks import exchange
+from texts import stored
 from token_texts import BPE, FOX, corpus_of, documents_of, encode_text, ids_of, stories
 
 from sm_nanogpt import InputError, upload_data
@@ -28,18 +28,29 @@ from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.data import Batches
 from sm_nanogpt.entry_point.distributed import Group
 from sm_nanogpt.entry_point.errors import ConfigError, DataError
-from sm_nanogpt.entry_point.text import Tokenizer
+from sm_nanogpt.entry_point.text import Corpus, Tokenizer
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.s3 import S3Location
-from sm_nanogpt.launcher.files.storage import local_path
 from sm_nanogpt.launcher.settings import Settings, load_settings
 from sm_nanogpt.launcher.text import channels, tokens
+from sm_nanogpt.launcher.text import documents as text_documents
 from sm_nanogpt.launcher.text.channels import Channel
 from sm_nanogpt.launcher.text.corpus import send
 from sm_nanogpt.launcher.text.reading import File
 from sm_nanogpt.launcher.text.tokenizer import END_OF_TEXT
 
 # -- shards ----------------------------------------------------------------------------------------
+
+
+def write_texts(path: Path, texts: Sequence[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def corpus_in(directory: Path, path: Path, tokenizer: Tokenizer) -> Corpus:
+    """The corpus of a text, whose tokens are written into a new directory."""
+    directory.mkdir()
+    return corpus_of(encode_text(path, tokenizer, directory))
 
 
 def test_a_tenth_of_the_documents_validates(token_upload):
@@ -51,7 +62,7 @@ def test_a_tenth_of_the_documents_validates(token_upload):
     assert 25 <= len(validated) <= 35
 
 
-def test_a_vocabulary_beyond_uint16_has_ids_of_uint32(token_upload, documents, document, tmp_path):
+def test_a_vocabulary_beyond_uint16_has_ids_of_uint32(tokenizer, document, tmp_path):
     """The end of a text moves to the first id that uint16 lacks; all others stay."""
     end = document["added_tokens"][0]
     earlier_id = end["id"]
@@ -60,18 +71,19 @@ def test_a_vocabulary_beyond_uint16_has_ids_of_uint32(token_upload, documents, d
     vocabulary.pop(end["content"], None)
     for number in range(len(vocabulary) + 2, 1 << 16):
         vocabulary[f"{number}a"] = number
-    encode_text(documents, Tokenizer(document, END_OF_TEXT), tmp_path)
-    assert json.loads((tmp_path / "meta.json").read_text())["dtype"] == "uint32"
-    large = corpus_of(tmp_path)
+    path = write_texts(tmp_path / "a.jsonl", stories(20))
+    large = corpus_in(tmp_path / "large", path, Tokenizer(document, END_OF_TEXT))
+    meta = json.loads((tmp_path / "large/meta.json").read_text())
+    assert meta["dtype"] == "uint32"
     ids = large.train[0 : len(large.train)].tolist()
     assert 1 << 16 in ids
     with_earlier_end = [earlier_id if id == 1 << 16 else id for id in ids]
-    assert with_earlier_end == ids_of(corpus_of(token_upload).train)
+    assert with_earlier_end == ids_of(corpus_in(tmp_path / "small", path, tokenizer).train)
 
 
 @pytest.mark.parametrize(
     ("lengths", "validates"),
-    [([9, 9, 9000, 9, 9], [9, 9, 9, 9]), ([700, 500, 600], [500]), ([1, 9000], [1])],
+    [([9, 9, 9000, 9, 9], [9, 9, 9, 9]), ([700, 500, 600], [500])],
 )
 def test_the_longest_document_is_trained_on(lengths, validates):
     ends = array("Q", itertools.accumulate(lengths))
@@ -80,81 +92,58 @@ def test_the_longest_document_is_trained_on(lengths, validates):
     assert sorted(parts["train"] + parts["val"]) == list(range(len(lengths)))
 
 
-def text_of(number: int) -> dict[str, Any]:
-    return {"text": f"{number}: {FOX}"}
-
-
-def chat_of(number: int) -> dict[str, Any]:
-    return {"messages": exchange(f"{number}: {FOX}", FOX)}
-
-
-@pytest.mark.parametrize(
-    ("record_of", "kind", "type_code"),
-    [(text_of, "documents", "H"), (chat_of, "conversations", "i")],
-)
-def test_copies_are_all_in_one_part(record_of, kind, type_code, tmp_path, cli):
-    lines = [f"{json.dumps(record_of(number))}\n" for number in range(60)]
-    (tmp_path / "twice.jsonl").write_text("".join(lines + lines))
-    ran = cli("upload-data", tmp_path / "twice.jsonl", BPE).good
-    assert f"60 of 120 {kind} are copies; each is in the same part as its original" in ran.err
-    directory = stored(ran.out.strip())
-    trained = encoded_documents(directory / "train-00000.bin", type_code)
-    validated = encoded_documents(directory / "val-00000.bin", type_code)
-    assert len(trained) + len(validated) == 120
-    assert len(set(trained + validated)) == 60
+def test_copies_are_all_in_one_part(tokenizer, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "sm_nanogpt")
+    path = write_texts(tmp_path / "twice.jsonl", stories(60) * 2)
+    corpus = corpus_in(tmp_path / "tokens", path, tokenizer)
+    assert "60 of 120 documents are copies; each is in the same part" in caplog.text
+    trained = documents_of(corpus, corpus.train)
+    validated = documents_of(corpus, corpus.val)
+    assert sorted(trained + validated) == sorted(stories(60) * 2)
     assert 8 <= len(validated) <= 14
     assert not set(trained) & set(validated)
 
 
-def encoded_documents(path: Path, type_code: str) -> list[tuple[int, ...]]:
-    """The ids of each document in a file, with those of its end."""
-    ids = array(type_code, path.read_bytes())
-    end = ids[-1]
-    encoded: list[tuple[int, ...]] = []
-    begin = 0
-    for index, id in enumerate(ids, 1):
-        if id == end:
-            encoded.append(tuple(ids[begin:index]))
-            begin = index
-    return encoded
+def test_documents_that_are_all_equal_are_refused():
+    with pytest.raises(InputError, match="all 2 documents are equal; give one of them"):
+        tokens.split(array("Q", [9, 18]), [1, 1])
 
 
-def test_documents_that_are_all_equal_are_refused(tmp_path, cli):
-    (tmp_path / "a.jsonl").write_text((json.dumps({"text": FOX}) + "\n") * 30)
-    ran = cli("upload-data", tmp_path / "a.jsonl", "--tokenizer", "bpe")
-    assert ran.failed(2, "all 30 documents are equal; give one of them")
+def test_a_large_validation_part_is_a_warning(caplog):
+    tokens.report_parts(80, 20)
+    assert not caplog.messages
+    tokens.report_parts(79, 21)
+    assert "21% of the tokens are for validation" in caplog.text
 
 
-def test_a_large_validation_part_is_a_warning(tmp_path, cli):
-    for name in "abc":
-        (tmp_path / f"{name}.txt").write_text(FOX * 20 + name)
-    ran = cli("upload-data", tmp_path, "--tokenizer", "bpe", "--vocab-size", "300")
-    assert "warning: 33% of the tokens are for validation" in ran.err
-    assert "3 documents, 2,703 characters, " in ran.err
-
-
-def test_the_last_tenth_of_a_single_text_validates(tmp_path, tokenizer, text_file, text):
-    corpus = corpus_of(encode_text(text_file, tokenizer, tmp_path))
+def test_the_last_tenth_of_a_single_text_validates(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(text_documents, "PIECE", 1000)  # and the cut is in a later one
+    text = "".join(stories(30)).replace("\0", "")
+    (tmp_path / "a.txt").write_text(text, newline="")
+    corpus = corpus_in(tmp_path / "tokens", tmp_path / "a.txt", tokenizer)
     cut = int(0.9 * len(text))
     assert documents_of(corpus, corpus.train) == [text[:cut]]
     assert documents_of(corpus, corpus.val) == [text[cut:]]
 
 
-def test_shards_hold_what_one_file_would(documents, token_upload, tokenizer, tmp_path, monkeypatch):
+@pytest.fixture
+def sharded(documents, tokenizer, tmp_path, monkeypatch):
+    """The corpus of these documents in shards of 5 kB."""
     monkeypatch.setattr(tokens, "SHARD_BYTES", 5000)
-    encode_text(documents, tokenizer, tmp_path)
-    assert len(list(tmp_path.glob("train-*.bin"))) > 3
-    sharded = corpus_of(tmp_path)
+    corpus = corpus_in(tmp_path / "sharded", documents, tokenizer)
+    assert len(list((tmp_path / "sharded").glob("train-*.bin"))) > 3
+    return corpus
+
+
+def test_shards_hold_what_one_file_would(sharded, token_upload):
     whole = corpus_of(token_upload)
     assert ids_of(sharded.val) == ids_of(whole.val)
     assert ids_of(sharded.train) == ids_of(whole.train)
 
 
-def test_windows_may_lie_across_shards(documents, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens, "SHARD_BYTES", 5000)
-    corpus = corpus_of(encode_text(documents, tokenizer, tmp_path))
-    ids = ids_of(corpus.train)
-    batches = Batches(corpus.train, Config(block_size=64, batch_size=8), torch.device("cpu"))
+def test_windows_may_lie_across_shards(sharded):
+    ids = ids_of(sharded.train)
+    batches = Batches(sharded.train, Config(block_size=64, batch_size=8), torch.device("cpu"))
     rows = batches.rows(3, 0, 1)[0].tolist()
     for start, row in zip(batches.window_starts(3).tolist(), rows, strict=True):
         assert row == ids[start : start + 64]
@@ -294,35 +283,31 @@ def test_hosts_need_the_same_tokens(token_upload, text_file, monkeypatch):
 # -- the three commands ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def uploaded(documents, home):
-    """The upload of these documents as tokens."""
-    return upload_data(documents, Settings(home=home), tokenizer="bpe", vocab_size=400)
-
-
 @pytest.fixture(scope="module")
-def uploaded_elsewhere(documents, tmp_path_factory):
-    """The same, in a home that no test changes."""
+def upload(documents, tmp_path_factory):
+    """The upload of these documents as tokens; look, but change nothing."""
     settings = Settings(home=tmp_path_factory.mktemp("elsewhere"))
     return upload_data(documents, settings, tokenizer="bpe", vocab_size=400)
 
 
-def stored(uri: str) -> Path:
-    directory = local_path(uri)
-    assert directory is not None
-    return directory
+@pytest.fixture
+def upload_copy(upload, tmp_path):
+    """The same, in a store that a test may change."""
+    shutil.copytree(stored(upload.uri).parent, tmp_path / "data")
+    return replace(upload, uri=(tmp_path / "data" / stored(upload.uri).name).as_uri())
 
 
-def test_an_upload_of_tokens_is_recognized(documents, home, uploaded):
+def test_an_upload_of_tokens_is_recognized(documents, upload, home):
     settings = Settings(home=home)
+    first = upload_data(documents, settings, tokenizer="bpe", vocab_size=400)
     again = upload_data(documents, settings, tokenizer="bpe", vocab_size=400)
-    assert uploaded.uploaded is True
+    assert first.uploaded
     assert not again.uploaded
-    assert again.uri == uploaded.uri
-    other = upload_data(documents, settings, tokenizer=stored(uploaded.uri))
-    assert other.uri != uploaded.uri
-    assert other.train_tokens == uploaded.train_tokens
-    assert other.val_tokens == uploaded.val_tokens
+    assert again.uri == first.uri
+    other = upload_data(documents, settings, tokenizer=stored(upload.uri))
+    assert other.uri != first.uri
+    assert other.train_tokens == first.train_tokens
+    assert other.val_tokens == first.val_tokens
 
 
 def test_a_model_of_tokens_is_trained_and_sampled(documents, home, cli):
@@ -344,56 +329,44 @@ def test_a_model_of_tokens_is_trained_and_sampled(documents, home, cli):
         ("--data b.txt --set block_size=450", "b.txt: the validation text has 450 characters"),
         ("--data TOKENS --set block_size=32768", "tokens, .* block_size=32768 needs 32769"),
         ("--data a.txt --set mask_documents=true", "a.txt: mask_documents needs tokens"),
-        ("--data a.txt --set vocab_size=7", "different characters, more than vocab_size"),
         ("--data TOKENS --set vocab_size=300", "different tokens, more than vocab_size"),
     ],
 )
-def test_a_launch_refuses_what_the_run_would(
-    arguments, reason, home, uploaded_elsewhere, tmp_path, cli
-):
+def test_a_launch_refuses_what_the_run_would(arguments, reason, home, upload, tmp_path, cli):
     (tmp_path / "a.txt").write_text(FOX * 1200)
     (tmp_path / "b.txt").write_text(FOX * 100)
-    words = arguments.replace("TOKENS", uploaded_elsewhere.uri).split()
-    ran = cli("launch", "--instance", "local", words)
+    ran = cli(*f"launch --instance local {arguments}".replace("TOKENS", upload.uri).split())
     assert ran.code == 2
     assert ran.err.count("\n") == 1
     assert re.search(reason, ran.error)
     assert launching.tree(home) == set()
 
 
-def test_a_launch_refuses_too_many_characters(text_file, monkeypatch, cli):
+def test_a_launch_refuses_too_many_characters(short_text_file, monkeypatch, cli):
     monkeypatch.setattr("sm_nanogpt.launcher.launching.texts.LARGEST_TEXT", 10_000)
-    ran = cli("launch", "--instance", "local", "--data", text_file)
+    ran = cli("launch", "--instance", "local", "--data", short_text_file)
     assert ran.failed(2, "make tokens of them: upload-data --tokenizer")
 
 
-def test_a_launch_refuses_tokens_without_a_file(uploaded, cli):
-    (stored(uploaded.uri) / "val-00000.bin").unlink()
-    assert cli("launch", "--instance", "local", "--data", uploaded.uri).failed(
-        2, "a file of this upload is missing"
-    )
+def test_a_launch_refuses_tokens_without_a_file(upload_copy, cli):
+    (stored(upload_copy.uri) / "val-00000.bin").unlink()
+    ran = cli("launch", "--instance", "local", "--data", upload_copy.uri)
+    assert ran.failed(2, "a file of this upload is missing")
 
 
-def test_a_shard_that_was_replaced_is_not_sent(uploaded, home, tmp_path):
-    directory = stored(uploaded.uri)
+def test_a_shard_that_was_replaced_is_not_sent(upload_copy, home, tmp_path):
+    directory = stored(upload_copy.uri)
     shard = directory / "train-00000.bin"
     storage.write_bytes(str(shard), bytes(shard.stat().st_size))
-    other = replace(uploaded, uri=f"{(tmp_path / 'other').as_uri()}")
+    other = replace(upload_copy, uri=(tmp_path / "other").as_uri())
+    files = [File(name, directory / name) for name in other.files]
     with pytest.raises(InputError, match="changed"):
-        files = [File(name, directory / name) for name in uploaded.files]
         send(other, files, Settings(home=home), lambda n: None)
     assert not (tmp_path / "other.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("failing", "code", "reason"),
-    [
-        ("sm_nanogpt.launcher.text.tokens.encode", errno.ENOSPC, "this machine's disk is full"),
-        ("tempfile.mkdtemp", errno.EROFS, "Read-only file system"),
-    ],
-)
-def test_an_upload_error_names_the_directory(
-    documents, home, cli, monkeypatch, failing, code, reason
-):
-    monkeypatch.setattr(failing, Mock(side_effect=OSError(code, os.strerror(code))))
+def test_an_upload_error_names_the_directory(documents, home, cli, monkeypatch):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(tokens, "encode", Mock(side_effect=full))
+    reason = "this machine's disk is full"
     assert cli("upload-data", documents, BPE).failed(1, f"{home / 'cache'}: {reason}")

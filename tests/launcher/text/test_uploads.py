@@ -283,7 +283,7 @@ def test_a_part_of_several_names_is_refused_with_them(two_uploads, monkeypatch, 
         find_text("fox-", load_settings())
 
 
-@pytest.mark.parametrize("word", ["fix", "Fox", "fix-123456789012"])
+@pytest.mark.parametrize("word", ["Fox", "fix-123456789012"])
 def test_a_word_of_nothing_is_no_upload(two_uploads, monkeypatch, tmp_path, word):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=f"neither a file nor an upload {word}"):
@@ -295,16 +295,12 @@ def test_a_typo_in_an_upload_is_answered_by_what_is_like_it():
     assert str(no_upload("shakspeare", names)).endswith(" shakspeare; did you mean shakespeare?")
     assert str(no_upload("notes-0123456789aa", names)).endswith("mean notes-0123456789ab?")
     assert str(no_upload("fix", names)) == "there is neither a file nor an upload fix"
+    twice = ["fox-0123456789ab", "fox-0123456789ab"]  # of two stores
+    assert str(no_upload("fox-0123456789aa", twice)).endswith("; did you mean fox-0123456789ab?")
 
 
-def test_an_upload_of_two_stores_is_suggested_once():
-    names = ["fox-0123456789ab", "fox-0123456789ab"]
-    assert str(no_upload("fox-0123456789aa", names)).endswith("; did you mean fox-0123456789ab?")
-
-
-@pytest.mark.parametrize("option", ["--data", "--validation"])
-def test_a_word_of_nothing_is_no_path_that_the_user_meant(two_uploads, cli, option):
-    ran = cli("launch", "--instance", "local", "--data", two_uploads[0], option, "fix")
+def test_a_word_of_nothing_is_no_path_that_the_user_meant(two_uploads, cli):
+    ran = cli("launch", "--instance", "local", "--data", two_uploads[0], "--validation", "fix")
     assert ran.failed(2, "neither a file nor an upload fix;", "`sm-nanogpt data`")
     assert str(Path.cwd()) not in ran.error
 
