@@ -63,7 +63,7 @@ def print_uploads(uploads: list[Stored]) -> None:
         "TRAIN TOKENS": [count_of(upload, "train_tokens") for upload in uploads],
         "DOCUMENTS": [count_of(upload, "documents") for upload in uploads],
         "UPLOADED": [moment(upload.written) for upload in uploads],
-        "USED BY": [short_ids(upload.jobs) for upload in uploads],
+        "USED BY": [ends_of(upload.jobs) for upload in uploads],
         "URI": [upload.uri for upload in uploads],
     }
     print_columns(columns, optional=("URI", "DOCUMENTS", "TRAIN TOKENS", "CHARACTERS"))
@@ -75,9 +75,11 @@ def count_of(upload: Stored, field: str) -> str | None:
     return f"{number:,}" if number else None
 
 
-def short_ids(job_ids: Sequence[str]) -> str:
+def ends_of(job_ids: Sequence[str]) -> str:
     """The ends of the first three ids, and how many more there are."""
-    text = ", ".join(job_id[-6:] for job_id in job_ids[:3])
+    from sm_nanogpt.launcher.description import end_of
+
+    text = ", ".join(end_of(job_id) for job_id in job_ids[:3])
     if len(job_ids) > 3:
         text += f" and {len(job_ids) - 3} more"
     return text

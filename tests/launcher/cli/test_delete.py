@@ -11,6 +11,7 @@ import pytest
 from launching import tree
 
 from sm_nanogpt import Request, Settings
+from sm_nanogpt.launcher.cli.delete import ends_of
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.groups.sweep import Sweep, SweepLedger
 from sm_nanogpt.launcher.launching.names import ledger_path
@@ -49,6 +50,11 @@ def test_delete_of_a_sweep_takes_all_tries_and_its_record(job, home, cli):
     ran = cli("delete", "--yes")
     assert ran.code == 2
     assert "JOB-ID" in ran.error
+
+
+def test_a_job_of_a_sweep_is_told_by_the_end_of_its_id():
+    sweep = "sm-nanogpt-20260101-000000-abcdef"
+    assert ends_of([f"{sweep}-1", f"{sweep}-12"]) == "abcdef-1, abcdef-12"
 
 
 @pytest.mark.parametrize("room", ["jobs", "models"])
