@@ -251,24 +251,6 @@ def attempt(expressions: dict[str, str], names: dict[str, Any]) -> dict[str, str
     return errors
 
 
-def attempt_each_apart(expressions: dict[str, str], names: dict[str, Any]) -> dict[str, str]:
-    """The same, each in a process of its own, since one may change what the next one finds."""
-    errors = {}
-    for name, expression in expressions.items():
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                os.write(write, attempt({name: expression}, names)[name].encode())
-            finally:
-                os._exit(0)
-        os.close(write)
-        with open(read, "rb") as file:  # noqa: PTH123  of a pipe
-            errors[name] = file.read().decode()
-        os.waitpid(child, 0)
-    return errors
-
-
 def names_for(facts: dict[str, Any]) -> dict[str, Any]:
     """What the expressions use: modules, the paths and numbers of the test, and system calls."""
     import ctypes
@@ -322,8 +304,7 @@ def names_for(facts: dict[str, Any]) -> dict[str, Any]:
 
 def main(facts: dict[str, Any]) -> None:
     names = names_for(facts)
-    attempt_all = attempt_each_apart if facts["apart"] else attempt
-    print("\n" + json.dumps(attempt_all(facts["expressions"], names)))
+    print("\n" + json.dumps(attempt(facts["expressions"], names)))
 
 
 if __name__ == "__main__":

@@ -64,6 +64,13 @@ def sandboxed(request):
         yield layers
 
 
+# Landlock has no part in how a program starts, computes and ends.
+wrapped_or_not = pytest.mark.parametrize(
+    "sandboxed", ["bubblewrap", "no bubblewrap"], indirect=True
+)
+unwrapped = pytest.mark.parametrize("sandboxed", ["no bubblewrap"], indirect=True)
+
+
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory):
     base = tmp_path_factory.mktemp("confined")
@@ -88,7 +95,7 @@ def ran(layout: Any, *command: str, **options: Any) -> subprocess.CompletedProce
 
 
 @contextlib.contextmanager
-def facts_for(layout: Any, expressions: dict[str, str], apart: bool) -> Iterator[str]:
+def facts_for(layout: Any, expressions: dict[str, str]) -> Iterator[str]:
     """What the program of the probes needs to know, with a process and servers to be reached."""
     import pyseccomp
 
@@ -118,7 +125,6 @@ def facts_for(layout: Any, expressions: dict[str, str], apart: bool) -> Iterator
         stack.callback(os.close, inherited)
         numbers = {"other": other.pid, "parent": os.getpid(), "inherited": inherited}
         facts = {
-            "apart": apart,
             "calls": {each: pyseccomp.resolve_syscall(0, each) for each in calls},
             "expressions": expressions,
             "numbers": {
@@ -137,7 +143,7 @@ def errors(layout, sandboxed):
     """What a confined program that tries all ways in turn is told."""
     expressions = {**probes.WAYS, **probes.WITHOUT_NAMESPACES, **probes.ALLOWED}
     (layout.folder / "probes.py").write_text(Path(probes.__file__).read_text())
-    with pytest.MonkeyPatch.context() as patch, facts_for(layout, expressions, False) as facts:
+    with pytest.MonkeyPatch.context() as patch, facts_for(layout, expressions) as facts:
         for name in probes.VARIABLES:
             patch.setenv(name.removeprefix("read "), "secret")
         done = ran(layout, str(layout.folder / "probes.py"), facts)
@@ -160,6 +166,7 @@ def test_a_confined_program_may(errors):
     assert {name: errors[name] for name in probes.ALLOWED} == dict.fromkeys(probes.ALLOWED, "")
 
 
+@wrapped_or_not
 def test_torch_computes_confined_and_maps_no_secret(layout, sandboxed):
     code = (
         "import torch; torch.ones(64, 64) @ torch.ones(64, 64)\n"
@@ -188,7 +195,6 @@ def test_texts_beside_programs_are_not_readable():
 @pytest.mark.parametrize(
     ("layers", "reachable"),
     [
-        ({BUBBLEWRAP, LANDLOCK, FILTER}, []),
         ({BUBBLEWRAP, FILTER}, []),
         ({LANDLOCK, FILTER}, []),
         ({BUBBLEWRAP}, ["keyrings", "locks of files", "processes whose time nobody counts"]),
@@ -238,7 +244,7 @@ def driver(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "uuid", "device"),
-    [("0", "GPU-aa11", "nvidia2"), ("2", "GPU-bb", "nvidia1"), ("GPU-aa2", "GPU-aa22", "nvidia0")],
+    [("2", "GPU-bb", "nvidia1"), ("GPU-aa2", "GPU-aa22", "nvidia0")],
 )
 def test_a_run_has_the_devices_of_its_gpu_alone(name, uuid, device, driver):
     driver("A10G", "A10G", "A10G")
@@ -247,7 +253,7 @@ def test_a_run_has_the_devices_of_its_gpu_alone(name, uuid, device, driver):
     assert {path.name for path in gpu.devices} == {device, "nvidiactl", "nvidia-uvm"}
 
 
-@pytest.mark.parametrize("name", ["0", "MIG-aa11", "GPU-aa", "7"])
+@pytest.mark.parametrize("name", ["0", "MIG-aa11", "GPU-aa"])
 def test_a_gpu_that_cannot_be_told_has_all_devices(name, driver):
     driver("A10G", "A10G", "T4")
     gpu = find_gpu(name)
@@ -314,9 +320,9 @@ def test_a_directory_without_libraries_is_not_readable(tmp_path, monkeypatch):
 # -- how it ends -----------------------------------------------------------------------------------
 
 
+@wrapped_or_not
 @pytest.mark.parametrize(
-    ("code", "status"),
-    [("os._exit(0)", 0), ("os._exit(3)", 3), ("ctypes.string_at(0)", -signal.SIGSEGV)],
+    ("code", "status"), [("os._exit(3)", 3), ("ctypes.string_at(0)", -signal.SIGSEGV)]
 )
 def test_the_exit_status_is_that_of_the_program(code, status, layout, sandboxed):
     program = started(layout, f"import os, ctypes; {code}")
@@ -324,6 +330,7 @@ def test_the_exit_status_is_that_of_the_program(code, status, layout, sandboxed)
     assert program.status == status
 
 
+@unwrapped
 def test_a_program_that_is_not_there_is_told(layout, sandboxed):
     command = confined(["/no/such/program"], Sandbox([layout.folder], layout.scratch))
     fds = [confine.lease(os.getpid())]
@@ -332,11 +339,11 @@ def test_a_program_that_is_not_there_is_told(layout, sandboxed):
     assert "No such file" in done.stderr
 
 
-# Eight ways to compute where nobody counts: children whose end the kernel tells nobody, and others.
+# Ways to compute where nobody counts: children whose end the kernel tells nobody, and others.
 HIDDEN = """
 import ctypes, os, signal, subprocess, sys, threading, time
 def compute():
-    end = time.process_time() + 0.5
+    end = time.process_time() + 0.3
     while time.process_time() < end:
         pass
 def forks():
@@ -386,28 +393,33 @@ def started(layout: Any, code: str, *arguments: str, **limits: Any) -> Program:
     return Program(command, env=environment(layout.scratch), pass_fds=fds)
 
 
+@wrapped_or_not
 def test_all_computing_of_a_program_is_counted(layout, sandboxed):
-    """It computes for half a second three times, by what is allowed, and no process is left."""
+    """It computes for 0.3 seconds three times, by what is allowed, and no process is left."""
     program = started(layout, HIDDEN, MARK)
     assert program.has_ended(60)
     assert program.status == 0
-    assert program.cpu_seconds > 1.5
+    assert program.cpu_seconds > 0.9
     assert not living(MARK)
 
 
+@wrapped_or_not
 def test_a_program_is_ended_by_its_processor_time(layout, sandboxed):
-    program = started(layout, f"{DAEMON}\nwhile True: pass", cpu_seconds=1)
+    """The kernel counts whole seconds."""
+    program = started(layout, f"{DAEMON}\nwhile True: pass", cpu_seconds=0.5)
     assert program.has_ended(60)
     assert program.status == -signal.SIGKILL
-    assert 0.5 < program.cpu_seconds < 3
+    assert 0.5 < program.cpu_seconds < 2
 
 
+@unwrapped
 def test_a_program_that_sleeps_is_not(layout, sandboxed):
-    program = started(layout, "import time; time.sleep(1.5)", cpu_seconds=1)
+    program = started(layout, "import time; time.sleep(1.2)", cpu_seconds=0.5)
     assert program.has_ended(60)
     assert program.status == 0
 
 
+@wrapped_or_not
 @pytest.mark.parametrize(
     "code", [DAEMON, "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
 )
@@ -418,18 +430,19 @@ def test_a_program_is_ended_at_once_and_counted(code, layout, sandboxed):
     program.end()
     (layout.scratch / "busy").unlink()
     assert program.status == -signal.SIGKILL
-    assert program.cpu_seconds > 0.5
+    assert program.cpu_seconds > 0.2
     assert not living(MARK)
 
 
 BUSY = """
 import time
-while time.process_time() < 0.5:
+while time.process_time() < 0.2:
     pass
 open("busy", "w").close()
 """
 
 
+@wrapped_or_not
 def test_a_program_ends_with_the_process_that_started_it(layout, sandboxed):
     code = (
         "import os, subprocess, sys; from pathlib import Path\n"
@@ -448,6 +461,7 @@ def test_a_program_ends_with_the_process_that_started_it(layout, sandboxed):
     launching.until(lambda: not living(MARK), 10)
 
 
+@wrapped_or_not
 def test_a_program_whose_parent_has_ended_does_not_begin(layout, sandboxed, monkeypatch):
     reader, writer = os.pipe()
     os.close(writer)
@@ -469,7 +483,6 @@ KERNELS = {
     4: ((1 << 15) - 1, 3),
     5: ((1 << 16) - 1, 3),
     6: ((1 << 16) - 1, 3, 3),
-    7: ((1 << 16) - 1, 3, 3),
     9: ((1 << 16) - 1, 3, 3),
 }
 
