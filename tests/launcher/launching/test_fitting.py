@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from launching import settings_of
 from models import tokenizer_of
 
 from sm_nanogpt import InputError
 from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.model import GPT
-from sm_nanogpt.launcher.job import Expected, Request
+from sm_nanogpt.launcher.job import COMMON_FIELDS, Expected, Request
 from sm_nanogpt.launcher.launching import sizing
 from sm_nanogpt.launcher.launching.fitting import EMPTY_PAGE, fit_sizes
 from sm_nanogpt.launcher.launching.forecasts import Row, expected_of
+from sm_nanogpt.launcher.launching.launch import prepare
 from sm_nanogpt.launcher.models.quantization import quantize_model
 from sm_nanogpt.launcher.text.channels import Channel
 from sm_nanogpt.launcher.text.store import Upload
@@ -62,7 +64,7 @@ def saved_bytes(size: float) -> int:
     return len(page_of(model, quantize_model(model, 6), LETTERS, "a model", card).encode())
 
 
-@pytest.mark.parametrize("page_limit", [MEGABYTE // 8, MEGABYTE // 4, MEGABYTE, 4 * MEGABYTE])
+@pytest.mark.parametrize("page_limit", [MEGABYTE // 8, MEGABYTE])
 def test_the_page_of_a_fitted_size_is_just_below(page_limit):
     [fit] = fit_sizes(request(), text(), [page_limit])
     size = saved_bytes(fit.size)
@@ -91,20 +93,10 @@ def test_a_short_text_gets_a_smaller_size():
     assert "short" not in str(by_page)
 
 
-@pytest.mark.parametrize(
-    "options, generations",
-    [([], "2"), (["generations=1"], "1"), (["generations=3"], "3"), (["max_steps=9"], "1")],
-)
-def test_a_fitted_size_is_trained_as_auto_would(options, generations, rehearse, short_text_file):
-    """In two generations where they gain, unless the user says how long it trains."""
-    launch = ["--instance", "ml.g5.xlarge", "--data", short_text_file]
-    for option in options:
-        launch += ["--set", option]
-    for size in (["--fit", "1MB"], ["--preset", "auto"]):
-        ran = rehearse(launch, size).good
-        values = json.loads(ran.out)["HyperParameters"]
-        assert values["generations"] == generations
-        assert ("2.25 times as long" in ran.err) is (not options)
+def test_a_fitted_size_is_trained_as_auto_would(rehearse, short_text_file):
+    """In two generations, where they gain."""
+    ran = rehearse("--instance", "ml.g5.xlarge", "--data", short_text_file, "--fit", "1MB").good
+    assert json.loads(ran.out)["HyperParameters"]["generations"] == "2"
 
 
 def test_bytes_are_a_number_with_a_unit():
@@ -124,9 +116,7 @@ def test_bytes_are_a_number_with_a_unit():
     [
         ({"fit": "1 tome"}, "must be a number of bytes"),
         ({"fit": "0kB"}, "must be more than 0"),
-        ({"size": 2}, "size sets the size of the model too"),
         ({"preset": "cpu"}, "preset sets the size of the model too"),
-        ({"init_from": "somewhere"}, "init_from sets the size of the model too"),
         ({"resume": "latest"}, "resume sets the size of the model too"),
     ],
 )
@@ -140,11 +130,11 @@ def test_a_page_smaller_than_the_smallest_is_refused():
         fit_sizes(request(), text(), [20_000])
 
 
-def test_an_edited_folder_fits_no_page(tmp_path, cli, text_file):
+def test_an_edited_folder_fits_no_page(tmp_path, cli, short_text_file):
     assert cli("copy-script", "edited").code == 0
     with (tmp_path / "edited" / "model.py").open("a") as model:
         model.write("# edited\n")
-    local = ["launch", "--instance", "local", "--data", text_file]
+    local = ["launch", "--instance", "local", "--data", short_text_file]
     ran = cli(local, "--entry-point", "edited", "--fit", "1MB")
     assert ran.failed(2, "an edited folder computes this model")
 
@@ -174,12 +164,6 @@ def test_a_size_between_two_has_a_loss_between():
     for size, loss in cases:
         expected = expected_of(size, rows(2.0, 1.5, 1.1))
         assert (expected and expected.loss) == (loss and pytest.approx(loss))
-
-
-def test_a_forecast_of_one_size_is_for_that_alone():
-    assert expected_of(1, rows(2.0)) is not None
-    assert expected_of(1.5, rows(2.0)) is None
-    assert expected_of(1, []) is None
 
 
 def test_a_launch_names_the_command_that_forecasts(rehearse):
@@ -215,11 +199,9 @@ def test_a_forecast_of_one_generation_is_named_as_such(rehearse, short_text_file
     assert "for one generation" not in one
 
 
-def test_a_job_remembers_what_its_page_may_have(cli, text_file, home):
-    local = ["launch", "--instance", "local", "--data", text_file, "--detach"]
-    job_id = cli(local, "--set", "max_steps=1", "--fit", "70kB").good.out.strip()
-    cli("stop", job_id)
-    record = json.loads((home / "jobs" / job_id / "job.json").read_text())["job"]
+def test_a_job_remembers_what_its_page_may_have(home, short_text_file):
+    job = prepare(request(data=str(short_text_file), fit="70kB"), settings_of(home)).job
+    record = job.model_dump(mode="json", include=COMMON_FIELDS)
     assert record["page_limit"] == 70_000
     assert record["fit"] is None
     assert record["size"] == pytest.approx(0.5, abs=0.2)

@@ -23,7 +23,6 @@ def resumed(earlier: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     [
         ({"keep_alive": 600}, {"max_run": 60}, {"keep_alive": 600, "max_run": 60}, ""),
         ({"keep_alive": 600}, {"spot": True}, {"spot": True}, "keep_alive"),
-        ({"spot": True, "max_wait": 90000}, {}, {"spot": True, "max_wait": 90000}, ""),
         ({"spot": True, "max_wait": 90000}, {"spot": False}, {"spot": False}, "max_wait"),
         (
             {"image_uri": "mine:1"},

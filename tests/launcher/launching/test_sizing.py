@@ -44,7 +44,11 @@ def test_a_pass_has_at_most_16384_tokens():
 
 @pytest.mark.parametrize(
     "gigabytes, n_layer, n_embd, tokens",
-    [(24, 12, 768, 1 << 14), (85, 12, 768, 1 << 16), (24, 28, 2048, 5812), (85, 28, 2048, 20587)],
+    [
+        (24, 12, 768, 1 << 14),
+        (85, 12, 768, 1 << 16),
+        (24, 28, 2048, 5812),
+    ],
 )
 def test_a_pass_on_a_gpu_fits_half_of_its_memory(monkeypatch, gigabytes, n_layer, n_embd, tokens):
     gpu = Mock(total_memory=gigabytes * 10**9)
@@ -72,12 +76,10 @@ def test_passes_are_the_fewest_or_at_most_twice_as_many():
     "preset, tokens, steps",
     # Up to 8 readings are usual, or 20 with weight decay; presets fit tiny Shakespeare.
     [
-        ("quick", 2000, 10),
         ("cpu", 191_999, 999),
         ("cpu", 192_000, 0),
         ("laptop", 194_559, 379),
         ("laptop", 194_560, 0),
-        ("quick", 1_003_854, 0),
         ("baby", 1_003_854, 0),
     ],
 )
@@ -96,11 +98,8 @@ def test_a_text_that_is_read_too_often_is_warned_about(preset, tokens, steps, ca
     "values, code",
     [
         ({}, "fitting-size"),
-        ({"preset": "laptop"}, "fitting-size"),
-        ({"size": 4}, "fitting-size"),
         ({"preset": "auto"}, "more-text"),
         ({"fit": "1MB"}, "more-text"),
-        ({"hyperparameters": {"max_steps": 900}}, "fewer-steps"),
         ({"preset": "auto", "hyperparameters": {"max_steps": 900}}, "fewer-steps"),
         ({"init_from": "JOB"}, "fewer-steps"),
         ({"resume": "JOB"}, ""),
@@ -147,17 +146,11 @@ def test_a_start_from_a_model_in_few_steps_warns(tokens, warns, caplog):
     "instance, tokens, size",
     [
         ("local", 585, 0.25),  # the shortest text that is taken
-        ("local", 2700, 0.25),  # a poem of 3 kB
         ("local", 18_000, 1.0),  # read 15 times: size 0.75 reads it 6 times
         ("local", 60_000, 1.5),  # size 1.75 reads it 15 times
-        ("local", 100_000, 2.0),
-        ("local", 250_000, 2.5),
         ("local", 300_000, 2.75),  # size 3 reads it 14 times
-        ("local", 1_000_000, 3.0),
         ("ml.m5.large", 4_000_000_000, 3.0),
-        ("ml.g5.12xlarge", 300_000, 2.75),
         ("ml.g5.12xlarge", 1_000_000, 4.0),  # read 12.4 times
-        ("ml.g5.12xlarge", 100_000_000, 10.0),
         ("ml.g5.12xlarge", 4_000_000_000, 16.0),
     ],
 )
@@ -176,7 +169,6 @@ def test_auto_takes_the_largest_size_that_the_text_fills(instance, tokens, size)
     "instance, tokens, chats, generations",
     [
         ("local", 54_000, False, 2),
-        ("ml.g5.12xlarge", 54_000, False, 2),
         ("local", 54_000, True, None),  # conversations were not measured
         ("local", 4_000_000, False, None),  # it is read once
         ("ml.g5.12xlarge", 1_000_000, False, None),  # size 4, read 12 times
@@ -191,10 +183,7 @@ def test_auto_trains_two_generations_where_they_gain(instance, tokens, chats, ge
     assert ("one-generation" in codes) is (generations == 2)
 
 
-@pytest.mark.parametrize(
-    "values, expected",
-    [({"generations": 1}, 1), ({"generations": 3}, 3), ({"max_steps": 500}, None)],
-)
+@pytest.mark.parametrize("values, expected", [({"generations": 1}, 1), ({"max_steps": 500}, None)])
 def test_auto_leaves_generations_to_the_user(values, expected):
     sized = sizing.sized(job("local", "auto", **values), text(54_000))
     assert sized.hyperparameters.get("generations") == expected
@@ -206,10 +195,9 @@ def test_auto_leaves_a_run_with_a_teacher_alone():
     assert "generations" not in sizing.sized(taught, text(54_000)).hyperparameters
 
 
-@pytest.mark.parametrize("instance, ranks", [("ml.g5.48xlarge", 8), ("ml.g7.12xlarge", 2)])
-def test_all_gpus_share_a_batch(instance, ranks):
+def test_all_gpus_share_a_batch():
     for size in (0.25, 2, 2.5, 3, 5, 12):
-        sizing.sized(job(instance, size=size), text(10**6)).config(ranks)
+        sizing.sized(job("ml.g5.48xlarge", size=size), text(10**6)).config(8)
 
 
 def test_a_size_leaves_what_is_given():

@@ -175,16 +175,12 @@ def test_a_tuned_published_model_loads_elsewhere(documents, byte_pairs, publishe
     [
         ({"model_type": "llama"}, "model_type='llama'"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_type='yarn'"),
         ({"quantization_config": {}}, "quantization_config={}"),
         ({"hidden_size": 0.5}, "n_embd=0.5"),
-        ({"num_key_value_heads": 3}, "n_kv_head=3"),
-        ({"hidden_size": math.inf}, "n_embd=inf"),
         ({"max_position_embeddings": math.inf}, "max_position_embeddings=inf"),
         ({"max_position_embeddings": "many"}, "max_position_embeddings='many'"),
         ({"use_sliding_window": True, "sliding_window": -1}, "sliding_window=-1"),
-        ({"max_position_embeddings": None}, "max_position_embeddings=None"),
         ({"vocab_size": None}, "config.json has no vocab_size"),
         ({"rope_parameters": "none"}, "config.json: 'none' are no values of rotary positions"),
     ],
@@ -236,7 +232,6 @@ def change_values(file: Path, value: float) -> None:
     [
         (lambda file, index: file.unlink(), "No such file"),
         (lambda file, index: file.write_bytes(file.read_bytes()[:-1]), "is damaged"),
-        (lambda file, index: file.write_bytes(b"\1\0\0\1" + bytes(1 << 25)), "is damaged"),
         (lambda file, index: index.write_text("{}"), "weight_map"),
         (
             lambda file, index: index.write_text(index.read_text().replace("model-", "../")),
@@ -244,21 +239,16 @@ def change_values(file: Path, value: float) -> None:
         ),
         (lambda file, index: change_tensors(file, lambda t: t.pop(NORM)), f"{NORM} is nothing"),
         (lambda file, index: change_values(file, math.nan), f"{NORM} has values that"),
-        (lambda file, index: change_values(file, -math.inf), f"{NORM} has values that"),
         (lambda file, index: change_values(file, 7), f"{NORM} is of type int64"),
-        (lambda file, index: change_values(file, True), f"{NORM} is of type bool"),
     ],
     ids=[
         "missing",
         "cut",
-        "vast header",
         "no map",
         "elsewhere",
         "other name",
         "not numbers",
-        "infinite",
         "whole numbers",
-        "truth values",
     ],
 )
 def test_weights_that_do_not_fit_are_refused(qwen, damage, error):
@@ -281,10 +271,9 @@ def tune(start: Path, text: str, out: Path, **values: Any) -> None:
     assert ended.status == 0, ended.output
 
 
-@pytest.mark.parametrize(("optimizer", "rate"), [("muon", 0.005), ("adamw", 0.001)])
-def test_the_tuning_rate_of_muon_is_not_for_adamw(start, optimizer, rate):
-    values = starting_values(start, {"optimizer": optimizer})
-    assert make_config(values).learning_rate == rate
+def test_the_tuning_rate_of_muon_is_not_for_adamw(start):
+    values = starting_values(start, {"optimizer": "adamw"})
+    assert make_config(values).learning_rate == 0.001
 
 
 def test_data_unlike_the_initial_model_is_refused(
@@ -402,9 +391,6 @@ def test_launch_refuses_text_unlike_the_model(job, documents, published, cli, tm
 
 
 @pytest.mark.parametrize(
-    "arguments", [("launch", "--instance", "local", "--init-from"), ("sample",)]
-)
-@pytest.mark.parametrize(
     ("model", "advice"),
     [
         ("ckpt.pt", "ckpt.pt: a file; give the directory of a model"),
@@ -412,12 +398,13 @@ def test_launch_refuses_text_unlike_the_model(job, documents, published, cli, tm
         ("pickled", "model.safetensors: no such file"),
     ],
 )
-def test_what_is_no_model_directory_says_how_to_get_one(arguments, model, advice, cli, tmp_path):
+def test_what_is_no_model_directory_says_how_to_get_one(model, advice, cli, tmp_path):
     (tmp_path / "ckpt.pt").touch()
     (tmp_path / "pickled").mkdir()
     for name in ("config.json", "pytorch_model.bin"):
         (tmp_path / "pickled" / name).write_text("{}")
-    assert cli(arguments, model).failed(2, advice)
+    ran = cli("launch", "--instance", "local", "--init-from", model)
+    assert ran.failed(2, advice)
 
 
 def test_a_character_model_tunes_and_resumes(job, text, cli, tmp_path):
@@ -437,11 +424,8 @@ def test_a_character_model_tunes_and_resumes(job, text, cli, tmp_path):
     "arguments, error",
     [
         (("--init-from", "./nothing"), "./nothing: no such directory"),
-        (("--init-from", "{job}", "--resume", "{job}"), "is for a new run"),
         (("--teacher", "{job}", "--resume", "{job}"), "is for a new run"),
-        (("--teacher", "./nothing"), "./nothing: no such directory"),
         (("--init-from", "{job}", "--set", "n_layer=3"), "n_layer=3: the initial model has"),
-        (("--init-from", "{job}", "--set", "n_layr=3"), "there is no such hyperparameter"),
     ],
 )
 def test_an_impossible_start_is_refused(job, cli, arguments, error):
@@ -451,24 +435,31 @@ def test_an_impossible_start_is_refused(job, cli, arguments, error):
     )
 
 
-@pytest.mark.parametrize("option", ["--init-from", "--teacher"])
-def test_weights_that_no_run_takes_are_refused_by_launch(qwen, cli, option):
+def test_weights_that_no_run_takes_are_refused_by_launch(qwen, cli):
     index = json.loads((qwen / "model.safetensors.index.json").read_text())
     change_values(qwen / index["weight_map"][NORM], math.nan)
-    ran = cli("launch", "--instance", "local", option, qwen)
-    assert ran.failed(2, option, f"{NORM} has values that are infinite or not numbers")
+    ran = cli("launch", "--instance", "local", "--teacher", qwen)
+    assert ran.failed(2, "--teacher", f"{NORM} has values that are infinite or not numbers")
 
 
-def test_a_teacher_with_a_short_context_is_refused(job, text_file, cli):
-    arguments = ("launch", "--instance", "local", "--teacher", job.job_id, "--data", str(text_file))
+def test_a_teacher_with_a_short_context_is_refused(job, short_text_file, cli):
+    arguments = (
+        "launch",
+        "--instance",
+        "local",
+        "--teacher",
+        job.job_id,
+        "--data",
+        str(short_text_file),
+    )
     ran = cli(arguments, "--set", "block_size=33")
     assert ran.failed(2, "at most 32, the teacher's context; set block_size=32")
 
 
 @pytest.mark.usefixtures("cloud")
 @pytest.mark.parametrize(("option", "name"), [("--init-from", "model"), ("--teacher", "teacher")])
-def test_sagemaker_gets_the_model_as_a_channel(s3, job, text_file, cli, option, name):
-    arguments = ("--instance", "ml.g5.xlarge", option, job.job_id, "--data", str(text_file))
+def test_sagemaker_gets_the_model_as_a_channel(s3, job, short_text_file, cli, option, name):
+    arguments = ("--instance", "ml.g5.xlarge", option, job.job_id, "--data", str(short_text_file))
     ran = cli("launch", arguments, "--set", "block_size=32", "--dry-run").good
     channels = {
         c["ChannelName"]: c["DataSource"]["S3DataSource"]["S3Uri"]
@@ -481,7 +472,7 @@ def test_sagemaker_gets_the_model_as_a_channel(s3, job, text_file, cli, option, 
 
 
 @pytest.mark.usefixtures("cloud")
-def test_a_model_on_s3_is_read_where_it_is(s3, byte_pairs, qwen, text_file, cli):
+def test_a_model_on_s3_is_read_where_it_is(s3, byte_pairs, qwen, short_text_file, cli):
     padded = byte_pairs.document | {"comment": "x" * (1 << 22)}  # as large as real ones
     (qwen / "tokenizer.json").write_text(json.dumps(padded))
     for path in qwen.iterdir():
@@ -492,7 +483,7 @@ def test_a_model_on_s3_is_read_where_it_is(s3, byte_pairs, qwen, text_file, cli)
     request = json.loads(ran.out)
     assert request["HyperParameters"]["n_kv_head"] == "2"
     assert request["InputDataConfig"][1]["DataSource"]["S3DataSource"]["S3Uri"] == f"{uri}/"
-    ran = cli(arguments[:-1], f"s3://{s3.bucket}/models", "--data", text_file)
+    ran = cli(arguments[:-1], f"s3://{s3.bucket}/models", "--data", short_text_file)
     assert ran.failed(2, f"s3://{s3.bucket}/models: no config.json")
 
 
@@ -513,7 +504,7 @@ def test_only_what_a_run_reads_is_taken(qwen):
         model_files(qwen)
 
 
-@pytest.mark.parametrize("name", [*DOCUMENTS, "model.safetensors", "training.json"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_link_to_another_file_is_not_followed(qwen, tmp_path, name):
     (qwen / INDEX).unlink()
     shutil.copy(next(qwen.glob("*.safetensors")), qwen / "model.safetensors")
@@ -527,11 +518,11 @@ def test_a_link_to_another_file_is_not_followed(qwen, tmp_path, name):
 
 @pytest.mark.usefixtures("cloud")
 @pytest.mark.parametrize("instance", ["local", "ml.g5.xlarge"])
-def test_a_model_with_a_link_to_a_key_is_not_sent(s3, home, qwen, text_file, cli, instance):
+def test_a_model_with_a_link_to_a_key_is_not_sent(s3, home, qwen, short_text_file, cli, instance):
     (home.parent / "key").write_bytes(SECRET)
     shard = max(qwen.glob("*.safetensors"))
     shard.unlink()
     shard.symlink_to(home.parent / "key")
-    arguments = ("--instance", instance, "--init-from", str(qwen), "--data", str(text_file))
+    arguments = ("--instance", instance, "--init-from", str(qwen), "--data", str(short_text_file))
     assert cli("launch", arguments).failed(2, f"{shard}: a link to")
     assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
