@@ -8,15 +8,18 @@ import os
 import pty
 import select
 import signal
-import subprocess
+import sys
+import termios
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import launching
 import pytest
+import warm
 
 from sm_nanogpt import InputError, Job, load_model, stream_samples
 from sm_nanogpt.entry_point.conversations import CHAT_TEMPLATE
@@ -53,15 +56,12 @@ def test_a_conversation_is_kept(chat, directory):
     assert second == "".join(piece for (piece,) in pieces)
 
 
-def test_a_message_that_is_not_utf8_is_refused_alone(directory, chat):
-    words_of_chat = ("chat", str(directory), "--max-new-tokens", "6", "--temperature", "0")
-    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    lines = b"caf\xe9?\r\nH\\\r\ni\r\n"
-    command = [*launching.PROGRAM, *words_of_chat]
-    ran = subprocess.run(command, input=lines, capture_output=True, env=strict)
-    assert ran.returncode == 0
-    assert ran.stderr.count(b"not UTF-8") == 1
-    assert ran.stdout.decode() == chat("H\\", "i").out
+def test_a_message_that_is_not_utf8_is_refused_alone(directory, cli, chat, monkeypatch):
+    typed = io.BytesIO(b"caf\xe9?\r\nH\\\r\ni\r\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(typed, "utf-8", "strict"))
+    ran = cli("chat", directory, "--max-new-tokens", "6", "--temperature", "0").good
+    assert ran.err.count("not UTF-8") == 1
+    assert ran.out == chat("H\\", "i").out
 
 
 def test_a_line_that_asks_nothing_has_no_answer(chat):
@@ -149,78 +149,76 @@ def test_ctrl_c_while_typing_drops_the_line(capsys, monkeypatch):
     assert capsys.readouterr().out == "\nb\n\n"
 
 
-def in_a_terminal(*arguments: str) -> tuple[int, int]:
-    """The pid of a command, and the end of its terminal at which a person sits."""
-    command = [*launching.PROGRAM, *arguments]
-    child, terminal = pty.fork()
-    if child == 0:
-        launching.hear_hangup()
-        os.execve(command[0], command, {**os.environ, "TERM": "dumb"})
-    return child, terminal
+class Person:
+    """Somebody who uses a command in a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.terminal, commands_end = pty.openpty()
+        code = f"import fcntl; fcntl.ioctl(0, {termios.TIOCSCTTY}, 0); {launching.PROGRAM[-1]}"
+        self.process = warm.replacing(warm.Process).Popen(
+            [sys.executable, "-P", "-c", code, *arguments],
+            env={**os.environ, "TERM": "dumb"},
+            stdin=commands_end,
+            stdout=commands_end,
+            stderr=commands_end,
+            start_new_session=True,
+            preexec_fn=launching.hear_hangup,
+        )
+        os.close(commands_end)
+        self.printed = ""
+
+    def read(self) -> None:
+        assert select.select([self.terminal], [], [], 60)[0], self.printed
+        self.printed += os.read(self.terminal, 1 << 16).decode(errors="replace")
+
+    def read_until(self, text: str) -> None:
+        while text not in self.printed:
+            self.read()
+        self.printed = self.printed.partition(text)[2]
+
+    def press(self, keys: bytes) -> None:
+        """Again, if nothing comes: Python misses a Ctrl-C just before it waits for a key."""
+        os.write(self.terminal, keys)
+        while not select.select([self.terminal], [], [], 1)[0]:
+            os.write(self.terminal, keys)
+
+
+@contextmanager
+def in_a_terminal(*arguments: str) -> Iterator[Person]:
+    person = Person(*arguments)
+    try:
+        yield person
+    finally:
+        person.process.kill()
+        person.process.wait()
+        os.close(person.terminal)
 
 
 def test_a_signal_ends_the_chat_at_its_prompt(job):
-    child, terminal = in_a_terminal("chat", str(job.directory / "hosts/algo-1/model"))
-    try:
-        printed = b""
-        while not printed.endswith(b"> "):
-            assert select.select([terminal], [], [], 60)[0], printed
-            printed += os.read(terminal, 1 << 16)
+    with in_a_terminal("chat", str(job.directory / "hosts/algo-1/model")) as person:
+        person.read_until("> ")
         deadline = time.monotonic() + 20
-        while not os.waitpid(child, os.WNOHANG)[0]:
+        while person.process.poll() is None:
             assert time.monotonic() < deadline
-            os.kill(
-                child, signal.SIGHUP
-            )  # again, since Python misses one just before it waits for a key
+            person.process.send_signal(signal.SIGHUP)  # again, for the same reason
             time.sleep(0.2)
-        child = 0
-    finally:
-        if child:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        os.close(terminal)
 
 
 def test_a_pseudo_terminal_streams_stops_and_ends(job):
     """The model continues without an end, until Ctrl-C; Ctrl-D then ends the command."""
     model = str(job.directory / "hosts/algo-1/model")
-    child, terminal = in_a_terminal("chat", model, "--max-new-tokens", "100000000")
-    printed = ""
-
-    def read() -> None:
-        nonlocal printed
-        assert select.select([terminal], [], [], 60)[0], printed
-        printed += os.read(terminal, 1 << 16).decode(errors="replace")
-
-    def until(text: str) -> None:
-        nonlocal printed
-        while text not in printed:
-            read()
-        printed = printed.partition(text)[2]
-
-    def press(keys: bytes) -> None:
-        """Again, if nothing comes: Python misses a Ctrl-C just before it waits for a key."""
-        os.write(terminal, keys)
-        while not select.select([terminal], [], [], 1)[0]:
-            os.write(terminal, keys)
-
-    try:
-        until("> ")
-        press(b"half a line\x03")
-        until("> ")
-        press(b"The \n")
-        until("The \r\nThe ")  # what is typed, and its continuation
-        while len(printed) < 200:
-            read()
-        press(b"\x03")
-        until("\r\n> ")
-        press(b"\x04")
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        child = 0
-    finally:
-        if child:
-            os.kill(child, signal.SIGKILL)
-        os.close(terminal)
+    with in_a_terminal("chat", model, "--max-new-tokens", "100000000") as person:
+        person.read_until("> ")
+        person.press(b"half a line\x03")
+        person.read_until("> ")
+        person.press(b"The \n")
+        person.read_until("The \r\nThe ")  # what is typed, and its continuation
+        while len(person.printed) < 200:
+            person.read()
+        person.press(b"\x03")
+        person.read_until("\r\n> ")
+        person.press(b"\x04")
+        assert person.process.wait(60) == 0
 
 
 def test_a_published_model_directory_chats(chat, directory, tmp_path):

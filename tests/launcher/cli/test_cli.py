@@ -84,11 +84,7 @@ def test_a_process_exits_with_the_code_of_its_error(home):
     ("arguments", "command"),
     [
         ("frobnicate", ""),
-        ("--nonsense", ""),
-        ("--region", ""),
         ("infra frobnicate", " infra"),
-        ("launch --nonsense", " launch"),
-        ("launch --instance", " launch"),
         ("fetch-and-sample some-job --top-k a", " fetch-and-sample"),
     ],
 )
@@ -106,8 +102,6 @@ def test_wrong_arguments_name_the_help_to_read(cli, arguments, command):
         (["upload-data", ""], "upload-data"),
         (["jobs", "--group="], "--group="),
         (["--store", "", "jobs"], "--store"),
-        (["launch", "--instance", ""], "--instance"),
-        (["fetch-and-sample", "--prompt", "", "some-job"], "--prompt"),
     ],
 )
 def test_an_empty_argument_does_not_mean_the_default(cli, home, arguments, name):
@@ -118,7 +112,7 @@ def test_an_empty_argument_does_not_mean_the_default(cli, home, arguments, name)
     assert not home.exists()
 
 
-@pytest.mark.parametrize("command", ["launch", "infra", "infra deploy"])
+@pytest.mark.parametrize("command", ["launch", "infra deploy"])
 def test_a_misplaced_global_option_says_where_it_goes(cli, command):
     for arguments in (["--region", "word"], ["--region=word"]):
         message = f"--region goes before the command: sm-nanogpt --region NAME {command} ..."
@@ -195,8 +189,8 @@ def test_a_launch_prints_only_the_job_id_on_stdout(finished):
     assert ran.err.splitlines()[-1] == f"next: sm-nanogpt fetch-and-sample {ran.out.strip()}"
 
 
-def test_a_closed_stdout_is_refused_before_the_start(home, text_file):
-    command = [*launching.PROGRAM, *launching.launching("--detach", data=text_file)]
+def test_a_closed_stdout_is_refused_before_the_start(home, short_text_file):
+    command = [*launching.PROGRAM, *launching.launching("--detach", data=short_text_file)]
     closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
     env = launching.environment(home)
     ran = subprocess.run(closed, env=env, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -214,19 +208,12 @@ def test_unprintable_characters_are_escaped_on_stdout(job, monkeypatch):
     assert printed.getvalue() == b"\\u0416\nthe end\n"
 
 
-def test_logs_print_the_output_of_the_run(job, cli):
-    ran = cli("logs", job.job_id)
-    assert ran.out == (job.directory / "logs/job.log").read_text()
-    assert "step=10/10" in ran.out
-    assert cli("logs", job.job_id, "--follow").out == ran.out
-
-
 def test_an_ended_job_cannot_be_stopped(job, cli):
     assert cli("stop", job.job_id).failed(1, "has already ended: Completed")
 
 
-def test_after_an_upload_the_next_step_is_to_launch(cli, text_file):
-    cli("upload-data", text_file)
+def test_after_an_upload_the_next_step_is_to_launch(cli, short_text_file):
+    cli("upload-data", short_text_file)
     assert "next: sm-nanogpt launch --instance local" in cli("jobs").err
 
 
@@ -293,13 +280,12 @@ def test_threads_of_a_command_do_not_wait_awake_for_long(monkeypatch, variables,
     assert os.environ.get("GOMP_SPINCOUNT") == count
 
 
-@pytest.mark.parametrize("command", ["report latest -o", "play latest --save"])
-def test_a_file_is_written_to_no_new_directory(cli, command):
-    ran = cli(*command.split(), "typo/a.html")
+def test_a_file_is_written_to_no_new_directory(cli):
+    ran = cli("report", "latest", "-o", "typo/a.html")
     assert ran.failed(2, "typo/a.html: typo is no directory")
     assert not Path("typo").exists()
 
 
-@pytest.mark.parametrize("command", ["report latest -o", "play latest --save"])
-def test_a_name_that_no_file_can_have_is_an_input_error(cli, command):
-    assert cli(*command.split(), "a" * 300).failed(2, "File name too long; name another one")
+def test_a_name_that_no_file_can_have_is_an_input_error(cli):
+    ran = cli("play", "latest", "--save", "a" * 300)
+    assert ran.failed(2, "File name too long; name another one")

@@ -31,53 +31,48 @@ HOSTILE = "\x1b]0;a title\x07\x1b[2K\u202eblue\ttab\n"
 HARMLESS = r"\x1b]0;a title\x07\x1b[2K\u202eblue" + "\ttab\n"
 
 
-both = pytest.mark.parametrize("stdout", ["terminal", "pipe"])
+def use_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stdout seem to be a terminal."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
 
 
-def arrives(stdout: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make stdout lead there. Returns what arrives of HOSTILE."""
-    is_terminal = stdout == "terminal"
-    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal, raising=False)
-    return HARMLESS if is_terminal else HOSTILE
-
-
-@both
-def test_a_log_reaches_a_terminal_escaped(job, cli, stdout, monkeypatch):
+def test_a_pipe_gets_a_log_as_it_is(job, cli):
     (job.directory / "logs/job.log").write_bytes(HOSTILE.encode())
-    text = arrives(stdout, monkeypatch)
-    assert cli("logs", job.job_id).good.out == text
+    assert cli("logs", job.job_id).good.out == HOSTILE
 
 
-@both
-def test_a_sample_reaches_a_terminal_escaped(job, cli, stdout, monkeypatch):
+def test_a_log_reaches_a_terminal_escaped(job, cli, monkeypatch):
+    use_terminal(monkeypatch)
+    (job.directory / "logs/job.log").write_bytes(HOSTILE.encode())
+    assert cli("logs", job.job_id).good.out == HARMLESS
+
+
+def test_a_sample_reaches_a_terminal_escaped(job, cli, monkeypatch):
+    use_terminal(monkeypatch)
     pieces = [[piece, piece] for piece in HOSTILE]
     monkeypatch.setattr("sm_nanogpt.launcher.models.sample.stream_samples", lambda *_, **__: pieces)
-    text = arrives(stdout, monkeypatch)
     ran = cli("fetch-and-sample", job.job_id, "--num-samples", "2").good
-    assert ran.out == f"{text}\n---\n{text}\n"
+    assert ran.out == f"{HARMLESS}\n---\n{HARMLESS}\n"
 
 
-@both
-def test_a_chat_reaches_a_terminal_escaped(capsys, stdout, monkeypatch):
+def test_a_chat_reaches_a_terminal_escaped(capsys, monkeypatch):
+    use_terminal(monkeypatch)
     monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
-    text = arrives(stdout, monkeypatch)
     converse(lambda line, n: (piece for piece in HOSTILE))
-    assert capsys.readouterr().out == f"{text}\n"
+    assert capsys.readouterr().out == f"{HARMLESS}\n"
 
 
-@both
-def test_a_try_is_shown_escaped(cli, stdout, monkeypatch):
+def test_a_try_is_shown_escaped(cli, monkeypatch):
+    """Also in a pipe: a folder of others is text to look at."""
     files = {"base": {}, "folder": {"config.py": HOSTILE.encode()}}
     search = Mock()
     search.ledger.of.return_value = [{"base": "base", "folder": "folder"}]
     search.source = lambda key: Mock(files=files[key])
     monkeypatch.setattr("sm_nanogpt.launcher.cli.search.open_search", lambda name: search)
-    arrives(stdout, monkeypatch)
     assert f"+{HARMLESS}" in cli("try", "show", "1", "--group", "plays").good.out
 
 
-@both
-def test_names_of_documents_reach_a_terminal_escaped(capsys, stdout, monkeypatch):
-    text = arrives(stdout, monkeypatch)
+def test_names_of_documents_reach_a_terminal_escaped(capsys, monkeypatch):
+    use_terminal(monkeypatch)
     print_documents([Mock(model="a", documents=[Passage(HOSTILE, 1.0, 2, 3)])])
-    assert text.rstrip("\n") in capsys.readouterr().out
+    assert HARMLESS.rstrip("\n") in capsys.readouterr().out

@@ -34,9 +34,7 @@ def test_jobs_are_listed_newest_first(job, newer, cli):
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        ("job.json", ""),
         ("job.json", '{"job": {}}'),
-        ("state.json", "null"),
         ("state.json", "{"),
     ],
 )

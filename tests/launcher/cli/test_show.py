@@ -29,7 +29,6 @@ class Terminal(io.StringIO):
     ("width", "heads"),
     [
         (120, ["NAME", "LOSS", "DATA", "URI"]),
-        (30, ["NAME", "LOSS", "DATA"]),
         (20, ["NAME", "LOSS"]),
         (5, ["NAME…"]),
     ],
@@ -86,9 +85,9 @@ def job_with_checkpoint(data: str) -> JobDescription:
     )
 
 
-def test_a_stopped_job_is_resumed_from_its_checkpoint(home, text_file):
+def test_a_stopped_job_is_resumed_from_its_checkpoint(home, short_text_file):
     settings = launching.settings_of(home)
-    job = job_with_checkpoint(upload_data(text_file, settings).uri)
+    job = job_with_checkpoint(upload_data(short_text_file, settings).uri)
     assert next_step(job, settings) == (
         f"resume from its checkpoint of step 45: `sm-nanogpt launch --resume {job.job_id}`"
     )

@@ -80,7 +80,6 @@ def test_passes_are_the_fewest_or_at_most_twice_as_many():
         ("cpu", 192_000, 0),
         ("laptop", 194_559, 379),
         ("laptop", 194_560, 0),
-        ("baby", 1_003_854, 0),
     ],
 )
 def test_a_text_that_is_read_too_often_is_warned_about(preset, tokens, steps, caplog):

@@ -195,11 +195,9 @@ def test_texts_beside_programs_are_not_readable():
 @pytest.mark.parametrize(
     ("layers", "reachable"),
     [
-        ({BUBBLEWRAP, FILTER}, []),
         ({LANDLOCK, FILTER}, []),
         ({BUBBLEWRAP}, ["keyrings", "locks of files", "processes whose time nobody counts"]),
         ({FILTER}, ["all files"]),
-        (set(), list(confine.CLOSED_BY)),
     ],
 )
 def test_what_stays_open_is_named(layers, reachable, monkeypatch):
@@ -483,7 +481,6 @@ KERNELS = {
     4: ((1 << 15) - 1, 3),
     5: ((1 << 16) - 1, 3),
     6: ((1 << 16) - 1, 3, 3),
-    9: ((1 << 16) - 1, 3, 3),
 }
 
 
