@@ -13,9 +13,7 @@ from sm_nanogpt.launcher.local import backend
     ("arguments", "gpus", "expected"),
     [
         ({}, 4, (4, 4)),
-        ({"processes_per_instance": 4}, 4, (4, 4)),
         ({"processes_per_instance": 3, "hyperparameters": {"device": "cpu"}}, 4, (3, 0)),
-        ({}, 0, (1, 0)),
         ({"preset": "baby"}, 0, (4, 0)),
         ({"processes_per_instance": 3}, 0, (3, 0)),
     ],

@@ -47,11 +47,9 @@ def test_a_resumed_job_keeps_the_values_of_its_launch(job, caplog):
         ("", 2, "max_steps=10: "),
         ("--set max_steps=5", 2, "`--set max_steps=N` with N above 10"),
         ("--set n_embd=64", 2, "n_embd (from 32 to 64)"),
-        ("--set n_layr=1", 2, "did you mean n_layer?"),
         ("--set max_steps=20 --processes-per-instance 3", 2, "batch_size=3 or 6"),
         ("--preset auto", 2, "--preset auto: is for a new run"),
         ("--instance ml.g5.xlarge", 2, "which ran on local"),
-        ("--resume nope", 1, "`sm-nanogpt jobs`"),
     ],
 )
 def test_resuming_with_unfit_options_starts_nothing(job, resume, arguments, code, fact):
