@@ -77,7 +77,6 @@ def test_gguf_needs_subword_tokens(job):
 @pytest.mark.parametrize(
     ("part", "change"),
     [
-        ("pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": True}),
         ("pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}),
         ("model", {"ignore_merges": True}),
         ("normalizer", {"type": "NFC"}),

@@ -74,13 +74,13 @@ def board(tmp_path):
 
 
 @pytest.fixture
-def launched(cloud, cli, text_file):
+def launched(cloud, cli, short_text_file):
     """Launches a job on SageMaker that logs rows at the given seconds; returns its id."""
 
     def launch(*rows: tuple[float, str]) -> str:
         log = [(after, "algo-1", f"{TAGGED}{row}") for after, row in rows]
         cloud.sagemaker.next_script = {"log": log}
-        arguments = ("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file))
+        arguments = ("launch", "--instance", "ml.g5.xlarge", "--data", str(short_text_file))
         return str(cli(*arguments).out.strip())
 
     return launch
@@ -166,9 +166,9 @@ def test_a_row_of_a_log_gets_the_time_it_was_first_seen(board):
     assert second == 9e8
 
 
-def test_following_adds_rows_until_the_job_ends(home, text_file, cli, tmp_path, monkeypatch):
+def test_following_adds_rows_until_the_job_ends(home, short_text_file, cli, tmp_path, monkeypatch):
     monkeypatch.setattr("to_tensorboard.POLL_SECONDS", 0.1)
-    arguments = launching.launching("--detach", data=text_file, max_steps=30)
+    arguments = launching.launching("--detach", data=short_text_file, max_steps=30)
     job_id = cli(*arguments).out.strip()
     write([job_id], tmp_path, follow=True)
     rows_at_end = rows(Finished(home, job_id))

@@ -40,8 +40,8 @@ def test_help_imports_nothing_heavy(tmp_path):
     assert not loaded & heavy
 
 
-def test_light_commands_import_no_torch_aws_or_extra(job, text_file):
-    calls = [["hyperparameters"], ["jobs"], ["upload-data", str(text_file)]]
+def test_light_commands_import_no_torch_aws_or_extra(job, short_text_file):
+    calls = [["hyperparameters"], ["jobs"], ["upload-data", str(short_text_file)]]
     calls += [[name, job.job_id] for name in ("status", "metrics", "logs", "wait")]
     extras = {"altair", "vl_convert"}
     heavy = {"torch", "boto3", "botocore", "s3fs", "sagemaker", *extras}

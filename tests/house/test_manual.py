@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from launching import TINY, sets
 from pages import ROOT, blocks, shown_commands
+
+from sm_nanogpt.launcher.local import backend
 
 PAGES = (
     "README",
@@ -50,22 +53,23 @@ def smaller(arguments: list[str]) -> list[str]:
 
 
 def is_used(later_commands: list[list[str]]) -> bool:
-    """Whether the commands after a launch are about its job, or its text. The end of others is not
-    awaited: a job that was resumed or configured has tests of its own."""
+    """Whether the commands after a launch are about its job, or its text. Others do not run: a job
+    that was resumed or configured has tests of its own."""
     return any(not {"latest", "SWEEP", "UPLOAD"}.isdisjoint(command) for command in later_commands)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_a_page_succeed(page, cli, job, text_file, monkeypatch):
+def test_the_commands_of_a_page_succeed(page, cli, job, short_text_file, monkeypatch):
+    first_text = "sm_nanogpt.launcher.text.first_text.first_text"
+    monkeypatch.setattr(first_text, lambda *_: short_text_file)
     monkeypatch.setattr("webbrowser.open", lambda url: True)
-    monkeypatch.setattr("sm_nanogpt.launcher.text.first_text.first_text", lambda *_: text_file)
     Path("notes/drafts").mkdir(parents=True)
     texts = ("input.txt", "letters.txt", "more.txt", "start.txt", "notes/a.py", "notes/drafts/b.md")
     for name in texts:
-        shutil.copy(text_file, name)
+        shutil.copy(short_text_file, name)
     reviews = "".join(f'{number},"good, and {number}"\n' for number in range(500))
     Path("reviews.csv").write_text(f"id,review\n{reviews}")
-    monkeypatch.setattr("sys.stdin", text_file.open())
+    monkeypatch.setattr("sys.stdin", short_text_file.open())
     Path("my.toml").write_text("max_steps = 10\n")
     upload = cli("upload-data", "input.txt").out.strip().rpartition("/")[2]
     commands = shown_commands(ROOT / f"{page}.md")
@@ -78,9 +82,11 @@ def test_the_commands_of_a_page_succeed(page, cli, job, text_file, monkeypatch):
         arguments = smaller([names.get(argument, argument) for argument in command])
         if command[0] == "delete":
             arguments.append("--yes")
-        if command[0] == "launch" and not is_used(commands[index + 1 :]):
-            arguments.append("--detach")
-        ran = cli(arguments)
+        with monkeypatch.context() as context:
+            if command[0] == "launch" and not is_used(commands[index + 1 :]):
+                context.setattr(backend, "subprocess", Mock())
+                arguments.append("--detach")
+            ran = cli(arguments)
         assert ran.code == 0, (arguments, ran.err)
 
 

@@ -12,7 +12,7 @@ import pytest
 from pages import ROOT
 
 
-@pytest.mark.parametrize("package", ["entry_point", "launcher", "sm_nanogpt"])
+@pytest.mark.parametrize("package", ["launcher", "sm_nanogpt"])
 def test_the_tests_and_their_processes_test_this_checkout(package, tmp_path):
     """Also with the Python of another checkout, as in a git worktree."""
     code = f"import {package}; print({package}.__file__)"
@@ -26,7 +26,6 @@ def test_the_tests_and_their_processes_test_this_checkout(package, tmp_path):
     "test",
     [
         "def test_it(): pytest.skip('no tool')",
-        "def test_it(): pytest.importorskip('no_tool')",
         "pytest.importorskip('no_tool')",
     ],
 )
