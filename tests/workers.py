@@ -45,7 +45,7 @@ def worker_that_sends(*messages: bytes, patience: float = 60.0) -> Worker:
     worker.directory, worker.patience = Path("model"), patience
     worker.tokenizer = tokenizer_of("abc")
     worker.program = Mock(kill=theirs.close)
-    worker.how_it_ended = lambda: "answers no more"  # type: ignore[method-assign]
+    worker.describe_end = lambda: "answers no more"  # type: ignore[method-assign]
     for message in messages:
         theirs.send_bytes(message)
     return worker

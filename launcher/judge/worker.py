@@ -41,7 +41,7 @@ from sm_nanogpt.launcher.local.confine import (
 from sm_nanogpt.launcher.local.process import (
     END_SECONDS,
     Program,
-    how_it_ended,
+    describe_end,
     python_command,
     remove,
 )
@@ -204,23 +204,23 @@ class Worker:
             if is_late.is_set():
                 problem = f"no answer in {self.patience:g} s".encode()
             else:
-                problem = f"its process {self.how_it_ended()}".encode()
+                problem = f"its process {self.describe_end()}".encode()
         finally:
             timer.cancel()
         if problem:
             raise ServiceError(f"{self.directory}: {problem.decode(errors='replace')}")
         return content
 
-    def how_it_ended(self) -> str:
-        """Why the process answers no more, after `its process`."""
+    def describe_end(self) -> str:
+        """Describe why the process answers no more, as the rest of a sentence on it."""
         if not self.program.has_ended(END_SECONDS):
             return "answers no more"
         if self.program.cpu_seconds > self.limit:
             return f"took over {self.limit:.0f} s of processor time"
         status = self.program.status or 0
         if status > 0 and not self.silent:
-            return f"{how_it_ended(status)}; what it printed is above"
-        return how_it_ended(status)
+            return f"{describe_end(status)}; what it printed is above"
+        return describe_end(status)
 
     def logits(self, ids: Tensor) -> Tensor:
         """Logits, float32 [n, T, size], of ids [n, T]."""
@@ -321,17 +321,21 @@ def folders_behind(directory: Path, settings: Settings) -> list[Path]:
 # -- the process -----------------------------------------------------------------------------------
 
 
-def main(fd: str, directory: str, folder: str, home: str, n_threads: str) -> None:
-    """Answer requests until the judge leaves: each answer is an empty message, then its content."""
-    # Intel's library counts cores by a system call that the sandbox forbids, and takes one.
+def main(fd: str, model_directory: str, training_folder: str, home: str, n_threads: str) -> None:
+    """Send ModelFacts, and then answer the requests that the pipe `fd` brings, until it is closed.
+
+    An answer is two messages: an empty one, and the content. If the model fails, the one message is
+    the problem, and the process ends. training_folder is '' if the judge names none.
+    """
+    # Intel's library counts cores by a system call that the sandbox forbids, and would use one.
     torch.set_num_threads(int(n_threads))
     pipe = Connection(int(fd))
     settings = Settings(home=Path(home))  # without config.toml, which it cannot read
-    # What a model prints is not lost, although the judge kills its process in the end.
+    # The judge kills this process in the end: what waits in a buffer then would be lost.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
-        entry_point = Path(folder) if folder else None
-        for answer in answers(pipe, Path(directory), settings, entry_point):
+        entry_point = Path(training_folder) if training_folder else None
+        for answer in answers(pipe, Path(model_directory), settings, entry_point):
             pipe.send_bytes(b"")
             pipe.send_bytes(answer)
     except (EOFError, BrokenPipeError):
@@ -340,7 +344,7 @@ def main(fd: str, directory: str, folder: str, home: str, n_threads: str) -> Non
         problem = str(error)
         if not isinstance(error, LauncherError):
             problem = f"{type(error).__name__}: {error}"
-        pipe.send_bytes(problem.encode() or b"?")
+        pipe.send_bytes(problem.encode() or b"?")  # an empty message would begin an answer
 
 
 def answers(

@@ -34,10 +34,11 @@ def python_command(module: str, *arguments: object) -> list[str]:
     return [sys.executable, "-P", "-c", start, *map(str, arguments), root]
 
 
-def how_it_ended(status: int) -> str:
-    """Says how a process ended: `ended with exit code 1`, or `was killed by SIGKILL`.
+def describe_end(status: int) -> str:
+    """Describe how a process ended: `ended with exit code 1`, or `was killed by SIGKILL`.
 
-    status is its exit code, or minus the number of a signal. After SIGKILL, it asks about memory.
+    status is its exit code, or minus the number of a signal. After SIGKILL, the text asks about
+    memory.
     """
     if status >= 0:
         return f"ended with exit code {status}"
