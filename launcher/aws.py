@@ -76,7 +76,7 @@ def raise_offline(*_: object, **__: object) -> NoReturn:
 
 
 def make_client(session: Any, service: str, region: str, attempts: int | None = None) -> Any:
-    """Makes a client that retries, since a command may watch a job for hours.
+    """Make a client that retries, since a command may watch a job for hours.
 
     With a number of attempts it is for calls that a command can do without, and fails within
     seconds. Its calls raise what service_errors does.
@@ -109,7 +109,7 @@ NEWER_REGIONS = ("me-west-1", "sa-west-1")
 
 
 def check_region(session: Any) -> str:
-    """Returns the region of a session. Raises InputError if it has none, or SageMaker is not there.
+    """Return the region of a session. Raises InputError if it has none, or SageMaker is not there.
 
     This calls nothing: it asks boto3 in which regions SageMaker is.
     """
@@ -126,7 +126,7 @@ def check_region(session: Any) -> str:
 
 
 def check_bucket(client: Any, uri: str, field: str, region: str) -> None:
-    """Raises InputError if a bucket is in another region than the job.
+    """Raise InputError if a bucket is in another region than the job.
 
     uri is s3://bucket/prefix, and field the argument that it is from. Each answer of S3 about a
     bucket names the region, also one that refuses, so this needs no permission.
@@ -174,7 +174,7 @@ ERROR_TYPES = {"aws-quota": OverQuota, "aws-denied": Denied, "aws-throttled": Un
 
 
 def service_error(subject: str, error: BaseException) -> ServiceError:
-    """Makes an exception of boto3 or s3fs an error of one line.
+    """Make an exception of boto3 or s3fs an error of one line.
 
     subject begins the line: a call of AWS's API, or a URI.
     """
@@ -194,7 +194,7 @@ def service_error(subject: str, error: BaseException) -> ServiceError:
 def patiently(
     call: Callable[[], T], *, job_id: str, code: str, bills: bool, deadline: float = math.inf
 ) -> T:
-    """Asks a service about a job or a sweep that is watched, and retries through an outage of
+    """Ask a service about a job or a sweep that is watched, and retry through an outage of
     minutes.
 
     deadline is in time.monotonic() seconds. Raises ServiceError if the outage lasts for
@@ -236,7 +236,7 @@ class QuotaWait:
         return time.monotonic() >= self.retry_at
 
     def note_end(self) -> None:
-        """Notes that a job of ours has ended."""
+        """Note that a job of ours has ended."""
         self.retry_at = 0.0
         self.freed_at = time.monotonic()
 
@@ -244,7 +244,7 @@ class QuotaWait:
         self.is_waiting = False
 
     def note_refusal(self, error: OverQuota, others_run: bool) -> bool:
-        """Waits for RETRY_SECONDS more. Returns True for the first refusal of a job.
+        """Wait for RETRY_SECONDS more. Returns True for the first refusal of a job.
 
         Raises the refusal if none of our jobs runs or has just ended, so that waiting is in vain.
         """
@@ -259,7 +259,7 @@ class QuotaWait:
 
 @contextmanager
 def service_errors(call: str) -> Iterator[None]:
-    """Makes botocore's exceptions in a call of AWS's API a ServiceError of one line.
+    """Make botocore's exceptions in a call of AWS's API a ServiceError of one line.
 
     It is Missing if AWS says that what the call names does not exist, and Unreachable if AWS did
     not answer.

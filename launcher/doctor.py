@@ -82,7 +82,7 @@ Check = Callable[[Context], Answer]
 
 
 def check_training(context: Context) -> Answer:
-    """Trains a tiny model for a few steps, as a normal job, in a temporary home."""
+    """Train a tiny model for a few steps, as a normal job, in a temporary home."""
     hyperparameters = dict(
         n_layer=1,
         n_head=1,
@@ -227,7 +227,7 @@ def uses_aws(settings: Settings, instance: str | None) -> bool:
 
 
 def run_checks(settings: Settings, instance: str | None, train: bool) -> Iterator[Finding]:
-    """Runs the checks of this machine, if `train`, and of the account, if jobs would use it."""
+    """Run the checks of this machine, if `train`, and of the account, if jobs would use it."""
     checks: dict[str, Check] = {}
     if train:
         checks["local training"] = check_training

@@ -250,7 +250,7 @@ def instance_problem(names: Sequence[str]) -> str:
 
 
 def unknown_instance(name: str) -> str:
-    """Says that a name is no instance, with the closest name."""
+    """Say that a name is no instance, with the closest name."""
     full_name = f"ml.{name.removeprefix('ml.')}"
     suggestion = did_you_mean(name, [LOCAL])
     if not suggestion:

@@ -56,7 +56,7 @@ def instance_types() -> Sequence[str]:
 def violations(
     value: Any, shape: str | Shape, path: tuple[str | int, ...] = ()
 ) -> Iterator[Violation]:
-    """Yields what SageMaker would refuse in a value of this shape: the value, and then its parts.
+    """Yield what SageMaker would refuse in a value of this shape: the value, and then its parts.
 
     A shape may be given by its name. Enumerations are not checked: boto3 may be older than an
     instance type.

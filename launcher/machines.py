@@ -166,7 +166,7 @@ def default_launcher(instance: str) -> str:
 
 
 def find_image(version: str) -> Image:
-    """Finds the image of a version such as 2.13 or 2.13.0."""
+    """Find the image of a version such as 2.13 or 2.13.0."""
     for image in IMAGES:
         if version in (image.version, image.minor):
             return image

@@ -65,7 +65,7 @@ class Source:
 
     @classmethod
     def read(cls, path: Path) -> Source:
-        """Reads a folder from its path, or from that of its train.py. Raises InputError."""
+        """Read a folder from its path, or from that of its train.py. Raises InputError."""
         directory = path_of(path).absolute()
         if directory.name == "train.py":
             directory = directory.parent
@@ -100,7 +100,7 @@ class Source:
         return self.sha256 == Source.packaged().sha256
 
     def write(self, directory: Path) -> None:
-        """Writes the files that a directory does not have as they are. Raises OSError."""
+        """Write the files that a directory does not have as they are. Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             path = directory / name
@@ -108,7 +108,7 @@ class Source:
                 path.write_bytes(content)
 
     def module(self, name: str) -> ModuleType:
-        """Imports a module of the folder, which runs no training. Raises InputError."""
+        """Import a module of the folder, which runs no training. Raises InputError."""
         if self.is_packaged:
             return importlib.import_module(f"sm_nanogpt.entry_point.{name}")
         package = f"user_{self.sha256[:16]}"
@@ -124,7 +124,7 @@ class Source:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Runs code of the folder. What it prints goes to stderr; its errors are InputErrors."""
+        """Run code of the folder. What it prints goes to stderr; its errors are InputErrors."""
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 yield
@@ -134,7 +134,7 @@ class Source:
             raise self.refusal(error) from error
 
     def check_complete(self) -> None:
-        """Raises InputError unless the folder has all that the launcher uses."""
+        """Raise InputError unless the folder has all that the launcher uses."""
         for name, content in self.files.items():
             with self.running():
                 compile(content, self.directory / name, "exec", dont_inherit=True)
@@ -146,7 +146,7 @@ class Source:
                 raise InputError(f"{self.directory}: {problem} {min(missing)}", "copy-folder")
 
     def refusal(self, error: BaseException) -> InputError:
-        """Turns an error of the folder's code into one for the user.
+        """Turn an error of the folder's code into one for the user.
 
         A TrainingError, which it raises on purpose, keeps its message. Another gets its line.
         """
@@ -202,14 +202,14 @@ def package_of(finder: object) -> str:
 
 
 def keep_source(source: Source, settings: Settings) -> Path:
-    """Keeps a folder below the home, for the models that it trains. Raises OSError."""
+    """Keep a folder below the home, for the models that it trains. Raises OSError."""
     directory = settings.home / "sources" / source.sha256
     source.write(directory)
     return directory
 
 
 def find_source(sha256: str, settings: Settings, entry_point: Path | None = None) -> Source:
-    """Finds the folder with this SHA-256: the packaged one, entry_point, or one that a launch kept.
+    """Find the folder with this SHA-256: the packaged one, entry_point, or one that a launch kept.
 
     Raises InputError if there is none.
     """

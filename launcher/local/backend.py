@@ -182,14 +182,14 @@ class LocalBackend(Backend):
             raise
 
     def note_busy_cores(self, placement: LocalPlacement) -> None:
-        """Logs that one thread may be faster, if a job's threads would wait for other programs."""
+        """Log that one thread may be faster, if a job's threads would wait for other programs."""
         if placement.gpus or os.environ.get("OMP_NUM_THREADS") or self.parallel > 1:
             return
         if cores() // placement.processes >= 2 and is_busy():
             logger.info("other programs use the cores: OMP_NUM_THREADS=1 may be faster")
 
     def start(self, directory: Path, source: Source, record: dict[str, Any]) -> None:
-        """Writes the files of a job, and starts its runner, which holds its lock."""
+        """Write the files of a job, and start its runner, which holds its lock."""
         n_threads = max(1, cores() // (record["processes_per_host"] * self.parallel))
         variables = {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(n_threads),
@@ -221,7 +221,7 @@ class LocalBackend(Backend):
             return self.read(job_id)
 
     def read(self, job_id: str) -> JobDescription | None:
-        """Describes a job; None if there is none. Also raises OSError."""
+        """Describe a job; None if there is none. Also raises OSError."""
         directory = self.jobs_dir / job_id
         record = self.record(job_id)
         if record is None:
@@ -262,7 +262,7 @@ class LocalBackend(Backend):
         return record.job
 
     def record(self, job_id: str) -> Record | None:
-        """Reads the record of a job, with the locations where its texts and models are now.
+        """Read the record of a job, with the locations where its texts and models are now.
 
         None if there is no such job.
         """
@@ -279,7 +279,7 @@ class LocalBackend(Backend):
     def list(
         self, everyone: bool = False, name: str | None = None
     ) -> Iterator[JobDescription | UnreadableJob]:
-        """Yields the jobs, newest first; with a name, only those with it. All are the caller's."""
+        """Yield the jobs, newest first; with a name, only those with it. All are the caller's."""
         for path in sorted(self.jobs_dir.glob("*/job.json"), key=by_launch, reverse=True):
             job_id = path.parent.name
             try:
@@ -323,7 +323,7 @@ class LocalBackend(Backend):
         return lines if tail is None else iter(deque(lines, maxlen=tail))
 
     def all_lines(self, job_id: str, follow: bool) -> Iterator[str]:
-        """Yields the lines that the script printed; with follow, until the job ends."""
+        """Yield the lines that the script printed; with follow, until the job ends."""
         path = self.jobs_dir / job_id / "logs" / "job.log"
         position = 0
         incomplete_line = b""  # it may end inside a character
@@ -350,7 +350,7 @@ CHECKPOINTS = f"hosts/{HOST}/checkpoints"
 
 
 def plan_processes(job: TrainingJob) -> LocalPlacement:
-    """Chooses the numbers of processes and GPUs.
+    """Choose the numbers of processes and GPUs.
 
     Each GPU has one process. Without GPUs, the job has the requested number of processes, or the
     number that train.py finds fastest.
@@ -377,7 +377,7 @@ def plan_processes(job: TrainingJob) -> LocalPlacement:
 
 
 def read_state(directory: Path) -> State:
-    """Reads the state of the job in a directory. It has failed if its runner is gone."""
+    """Read the state of the job in a directory. It has failed if its runner is gone."""
     path = directory / "state.json"
     state = read_document(path, State) or State()
     if state.status in RUNNING and not locks.is_locked(directory / "lock"):
@@ -401,7 +401,7 @@ def by_launch(path: Path) -> tuple[str, float]:
 
 
 def tail(path: Path, size: int) -> list[bytes]:
-    """Reads the lines in the last `size` bytes of a file; none if there is no file."""
+    """Read the lines in the last `size` bytes of a file; none if there is no file."""
     if not path.exists():
         return []
     with open_file(path) as file:
@@ -411,13 +411,13 @@ def tail(path: Path, size: int) -> list[bytes]:
 
 
 def last_line(path: Path) -> str:
-    """Reads the last line of a log that is not blank."""
+    """Read the last line of a log that is not blank."""
     lines = [line for line in tail(path, TAIL_BYTES) if line.strip()]
     return lines[-1].decode(errors="replace") if lines else "nothing is known"
 
 
 def last_metrics(path: Path) -> dict[str, Any] | None:
-    """Reads the newest value of each metric; None if there is none.
+    """Read the newest value of each metric; None if there is none.
 
     It reads only the end of a long curve, since following a job calls this five times a second.
     """
@@ -426,7 +426,7 @@ def last_metrics(path: Path) -> dict[str, Any] | None:
 
 
 def read_document(path: Path, kind: type[T]) -> T | None:
-    """Reads a document of a job. Raises ServiceError if it exists and cannot be read."""
+    """Read a document of a job. Raises ServiceError if it exists and cannot be read."""
     try:
         return storage.read_document(str(path), kind)
     except Damaged as error:

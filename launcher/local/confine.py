@@ -114,7 +114,7 @@ class Sandbox:
 
 @cache
 def layers() -> frozenset[str]:
-    """Finds which layers of a sandbox this system has. Many containers do not allow bubblewrap."""
+    """Find which layers of a sandbox this system has. Many containers do not allow bubblewrap."""
     available: set[str] = set()
     if shutil.which(BWRAP):
         trial = subprocess.run([*NAMESPACES, "--ro-bind", "/", "/", "true"], capture_output=True)
@@ -133,7 +133,7 @@ def unprotected() -> list[str]:
 
 
 def warn_of_unprotected() -> None:
-    """Logs what a confined program reaches on this system although it must not."""
+    """Log what a confined program reaches on this system although it must not."""
     reachable = unprotected()
     if reachable:
         problem = f"on this system, the code of a folder is not kept from {', '.join(reachable)}"
@@ -217,7 +217,7 @@ def library_directories() -> list[str]:
 
 @cache
 def lease(pid: int) -> int:
-    """Returns a descriptor that every confined program of this process, `pid`, inherits.
+    """Return a descriptor that every confined program of this process, `pid`, inherits.
 
     It is the end of a pipe whose other end this process alone holds: where there is nothing more to
     read, this process has ended. A program looks at it before it begins, as its parent may end
@@ -228,7 +228,7 @@ def lease(pid: int) -> int:
 
 
 def confined(command: Sequence[str], sandbox: Sandbox) -> list[str]:
-    """Returns the command by which this process, and no other, runs a command in a sandbox.
+    """Return the command by which this process, and no other, runs a command in a sandbox.
 
     The program inherits `lease`, and ends with this process.
     """

@@ -31,7 +31,7 @@ def visible_gpus(count: int) -> list[str]:
 
 
 def find_gpu(name: str) -> LocalGpu:
-    """Finds the GPU of this name in our CUDA_VISIBLE_DEVICES, with its devices and no others'.
+    """Find the GPU of this name in our CUDA_VISIBLE_DEVICES, with its devices and no others'.
 
     A program that sees it alone names it by its UUID, since numbers begin at 0 there. The devices
     are those of all GPUs where one cannot be told from the others: parts of GPUs, GPUs of different

@@ -44,7 +44,7 @@ def version() -> int:
 
 
 def restrict(library: ctypes.CDLL, allowed: Mapping[int, Sequence[str]]) -> None:
-    """Restricts this thread, and all that it starts, to files below the allowed paths.
+    """Restrict this thread, and all that it starts, to files below the allowed paths.
 
     allowed has the paths by their rights. TCP, and sockets and processes of others, are closed
     where the kernel's version can do that. Raises OSError.
@@ -74,14 +74,14 @@ def restrict(library: ctypes.CDLL, allowed: Mapping[int, Sequence[str]]) -> None
 
 
 def allow(library: ctypes.CDLL, ruleset: int, file: int, rights: int) -> None:
-    """Allows rights below an open directory, or to an open file. Raises OSError."""
+    """Allow rights below an open directory, or to an open file. Raises OSError."""
     if not stat.S_ISDIR(os.fstat(file).st_mode):
         rights &= FILE_RIGHTS
     checked(library.syscall(ADD, ruleset, 1, struct.pack("=Qi", rights, file), 0))
 
 
 def checked(result: int) -> int:
-    """Returns the result of a system call. Raises OSError if it failed."""
+    """Return the result of a system call. Raises OSError if it failed."""
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result

@@ -21,7 +21,7 @@ END_SECONDS = 5  # until a process has ended after what it runs
 
 
 def python_command(module: str, *arguments: object) -> list[str]:
-    """Returns the command that calls `main` of a module of the launcher with these arguments.
+    """Return the command that calls `main` of a module of the launcher with these arguments.
 
     Its process imports the launcher from where this one did, and nothing else of that directory;
     and nothing of the current directory, where a user may have a random.py.
@@ -51,7 +51,7 @@ def describe_end(status: int) -> str:
 
 
 def remove(directory: Path) -> None:
-    """Removes the directory of a program, which may be nested deeper than Python can recurse."""
+    """Remove the directory of a program, which may be nested deeper than Python can recurse."""
     try:
         shutil.rmtree(directory, ignore_errors=True)
     except RecursionError:
@@ -78,7 +78,7 @@ class Program:
         self.cpu_seconds = 0.0
 
     def has_ended(self, within: float = 0.0) -> bool:
-        """Returns True if it has ended, or ends within so many seconds."""
+        """Return True if it has ended, or ends within so many seconds."""
         deadline = time.monotonic() + within
         while self.status is None:
             pid, wait_status, usage = os.wait4(self.pid, os.WNOHANG)
@@ -95,12 +95,12 @@ class Program:
         return self.status is not None
 
     def terminate(self) -> None:
-        """Sends SIGTERM to the program alone, which may then save."""
+        """Send SIGTERM to the program alone, which may then save."""
         if self.status is None:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Sends SIGKILL to what bwrap runs, or to the program. Any thread may call it."""
+        """Send SIGKILL to what bwrap runs, or to the program. Any thread may call it."""
         if self.status is not None:
             return
         if not self.is_wrapped:
@@ -112,7 +112,7 @@ class Program:
                 os.kill(int(child), signal.SIGKILL)
 
     def end(self) -> None:
-        """Ends the program at once, and what it runs, and waits for that."""
+        """End the program at once, and what it runs, and wait for that."""
         if self.is_wrapped and not self.has_ended():
             self.kill()
             self.has_ended(END_SECONDS)

@@ -14,7 +14,7 @@ from sm_nanogpt.launcher.local import landlock, syscalls
 
 
 def main(limits: str, *command: str) -> None:
-    """Becomes the command, in the limits that `confined` of confine.py wrote as JSON.
+    """Become the command, in the limits that `confined` of confine.py wrote as JSON.
 
     Raises OSError if the kernel refuses a limit.
     """

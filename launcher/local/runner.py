@@ -67,13 +67,13 @@ class LocalRun:
         self.error: str | None = None  # train.py's last line that names an error
 
     def update(self, **changes: Any) -> None:
-        """Changes fields of the state, and writes it unless the job was deleted."""
+        """Change fields of the state, and write it unless the job was deleted."""
         self.state.update(changes)
         if not self.is_deleted():
             storage.write_json(str(self.directory / "state.json"), self.state)
 
     def run(self) -> None:
-        """Runs the job to its end, and writes how it ended into its state."""
+        """Run the job to its end, and write how it ended into its state."""
         status = "Completed"
         reason: str | None = None
         try:
@@ -102,7 +102,7 @@ class LocalRun:
         return not (self.directory / "job.json").exists()
 
     def lay_out(self) -> None:
-        """Makes the directories of a container, with code, texts, and earlier checkpoints."""
+        """Make the directories of a container, with code, texts, and earlier checkpoints."""
         (self.directory / "logs").mkdir()
         (self.directory / "output").mkdir()
         for name in ("input/config", "model", "output/data", "checkpoints"):
@@ -121,7 +121,7 @@ class LocalRun:
                 shutil.copyfile(path, self.base / "checkpoints" / path.name)
 
     def write_config(self) -> None:
-        """Writes the files of input/config, as SageMaker does."""
+        """Write the files of input/config, as SageMaker does."""
         values = {name: json.dumps(value) for name, value in self.record.hyperparameters.items()}
         resources = {
             "current_host": HOST,
@@ -180,7 +180,7 @@ class LocalRun:
         return variables
 
     def start(self) -> Program:
-        """Starts train.py in the session of this process, so that a job is one session."""
+        """Start train.py in the session of this process, so that a job is one session."""
         command = [sys.executable, "train.py", *command_line(self.record.hyperparameters)]
         if self.record.processes_per_host > 1 and not self.record.gpus_per_host:
             command.append(f"--processes={self.record.processes_per_host}")
@@ -195,7 +195,7 @@ class LocalRun:
         )
 
     def train(self) -> str | None:
-        """Runs train.py, which starts its ranks, to its end; returns why it failed, or None.
+        """Run train.py, which starts its ranks, to its end; return why it failed, or None.
 
         Raises Stopped if the job was deleted, or stopped as a user asked.
         """
@@ -230,7 +230,7 @@ class LocalRun:
         return f"TrainingError: train.py {describe_end(code)}"
 
     def keep_output(self, output: Iterable[bytes], log: BinaryIO) -> None:
-        """Copies the output of train.py to the job's log, line by line; notes the last error.
+        """Copy the output of train.py to the job's log, line by line; note the last error.
 
         It reads on if the log cannot be written, since a rank with a full pipe would block.
         """
@@ -242,14 +242,14 @@ class LocalRun:
                 log.write(f"{line}\n".encode())
 
     def pack(self) -> None:
-        """Packs model and output. Raises ServiceError."""
+        """Pack model and output. Raises ServiceError."""
         archives = self.directory / "output"
         pack_directory(self.base / "model", archives / "model.tar.gz")
         pack_directory(self.base / "output" / "data", archives / "output.tar.gz")
 
 
 def pack_directory(directory: Path, archive: Path) -> None:
-    """Packs all files below a directory. Raises ServiceError.
+    """Pack all files below a directory. Raises ServiceError.
 
     Nothing is compressed: that of weights takes long and saves little.
     """
@@ -271,7 +271,7 @@ def command_line(hyperparameters: Mapping[str, Any]) -> list[str]:
 
 
 def main(directory: str, lock: str) -> None:
-    """Runs the job in a directory; `lock` is the descriptor that holds its lock."""
+    """Run the job in a directory; `lock` is the descriptor that holds its lock."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # into runner.log
     run = LocalRun(Path(directory), load_settings())  # the settings of the launch
 

@@ -98,7 +98,7 @@ def clock_limit(run: Run, gpu: str | None) -> float:
 def run_all(
     runs: Sequence[Run], at_once: int, gpus: Sequence[str] = (), in_groups: bool = False
 ) -> Iterator[tuple[int, FinishedRun]]:
-    """Makes these runs, some at once, and yields each with its index when it ends.
+    """Make these runs, some at once, and yield each with its index when it ends.
 
     With gpus, each run has one of them, and at_once does not count. A run's directory is there
     until the next one is asked for. No run goes on after this.
@@ -159,7 +159,7 @@ class RunningProcess:
         self.program = start(run, code, directory, gpu, self.log)
 
     def has_ended(self) -> bool:
-        """Returns True if it has ended. It is ended if it takes too long by the clock."""
+        """Return True if it has ended. It is ended if it takes too long by the clock."""
         if self.program.status is not None:
             return True
         self.seconds = time.monotonic() - self.start_time
@@ -184,7 +184,7 @@ class RunningProcess:
 
 
 def start(run: Run, code: Path, directory: Path, gpu: str | None, log: BinaryIO) -> Program:
-    """Starts train.py in a session of its own, which Ctrl-C does not reach.
+    """Start train.py in a session of its own, which Ctrl-C does not reach.
 
     code has the training folder; the run writes into `directory`.
     """

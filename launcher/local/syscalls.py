@@ -98,7 +98,7 @@ def binding() -> Path:
 
 
 def call_filter(may_fork: bool) -> SyscallFilter:
-    """Makes the filter of system calls for this process; its caller loads it.
+    """Make the filter of system calls for this process; its caller loads it.
 
     Without may_fork, the process may start threads and no processes, and signals only itself.
     """

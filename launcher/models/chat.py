@@ -35,7 +35,7 @@ ROLES = ("system", "user", "assistant")
 
 
 def read_messages(messages: Sequence[Mapping[str, str]]) -> list[Message]:
-    """Returns the messages of a conversation, each checked to have a role of ROLES and a content.
+    """Return the messages of a conversation, each checked to have a role of ROLES and a content.
 
     Raises InputError if one lacks them, or there is no message.
     """
@@ -68,7 +68,7 @@ class ChatEncoder:
         self.line_break = array("i", line_break)
 
     def encode(self, turns: Sequence[str]) -> Iterator[bytes]:
-        """Yields the ids of each turn, which is the role, a line break, and the content."""
+        """Yield the ids of each turn, which is the role, a line break, and the content."""
         for turn, content in zip(turns, self.encoder.encode(turns), strict=True):
             content_ids = array("i", content)
             is_learned = turn.startswith(ASSISTANT_PREFIX)
@@ -82,7 +82,7 @@ class ChatEncoder:
             yield ids.tobytes()
 
     def count_prefix(self, ids: Sequence[int]) -> int:
-        """Counts the first ids of an assistant's turn that hold a byte of ASSISTANT_PREFIX.
+        """Count the first ids of an assistant's turn that hold a byte of ASSISTANT_PREFIX.
 
         A token that begins in the prefix and ends in the answer is not learned either.
         """
@@ -120,7 +120,7 @@ class Chat:
         self.answer_start = [self.encoder.begin, *array("i", prefix)]
 
     def fit(self, messages: Sequence[Message], max_new_tokens: int) -> ChatPrompt:
-        """Fits a conversation into the context, with room for an answer.
+        """Fit a conversation into the context, with room for an answer.
 
         It leaves out the oldest messages after the system's. The answer ends where the context
         does: beyond it, the question would slide out.
@@ -154,7 +154,7 @@ class Chat:
         return ChatPrompt(ids, min(max_new_tokens, free), first - n_instructions)
 
     def encode_messages(self, messages: Sequence[Message]) -> list[list[int]]:
-        """Returns the ids of each message. Raises InputError if one is not UTF-8 text."""
+        """Return the ids of each message. Raises InputError if one is not UTF-8 text."""
         turns = [f"{message.role}\n{message.content}" for message in messages]
         if not all(map(is_utf8, turns)):
             raise InputError("the message is not UTF-8 text")
@@ -168,7 +168,7 @@ class Chat:
 def first_turn_that_fits(
     messages: Sequence[Message], turns: Sequence[Sequence[int]], start: int, room: int
 ) -> int | None:
-    """Returns the index of the first turn from which all up to the last fit into `room` tokens.
+    """Return the index of the first turn from which all up to the last fit into `room` tokens.
 
     It is `start`, or a turn of the user; None if not even the last of these fits.
     """

@@ -37,7 +37,7 @@ ASSISTANT_PREFIX = "assistant\n"  # a turn of the assistant begins so
 
 
 def published_tokenizer(document: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Returns the library's tokenizer of a tokenizer.json, which encodes special tokens as text.
+    """Return the library's tokenizer of a tokenizer.json, which encodes special tokens as text.
 
     The library gets only the parts that encode, as published tokenizers of BPE over bytes have
     them: other parts of a stranger's file can abort the process, or take any time and memory.
@@ -55,7 +55,7 @@ def published_tokenizer(document: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def check_document(document: Mapping[str, Any]) -> None:
-    """Raises ValueError if encoding by this tokenizer.json may change a text, or its form is
+    """Raise ValueError if encoding by this tokenizer.json may change a text, or its form is
     another one."""
     if document.get("pre_tokenizer") is None:
         raise ValueError("has no pre_tokenizer, which splits a text")
@@ -77,7 +77,7 @@ def check_document(document: Mapping[str, Any]) -> None:
 
 
 def is_known_step(step: Any) -> bool:
-    """Returns True if a step splits a text at the edges of words or digits, as BPE here does."""
+    """Return True if a step splits a text at the edges of words or digits, as BPE here does."""
     if not isinstance(step, dict):
         return False
     if step.get("type") != "Split":
@@ -87,7 +87,7 @@ def is_known_step(step: Any) -> bool:
 
 
 def splitting_steps(document: Mapping[str, Any]) -> list[Any]:
-    """Returns the steps by which a tokenizer.json splits a text before it merges bytes.
+    """Return the steps by which a tokenizer.json splits a text before it merges bytes.
 
     Raises ValueError if they are no list.
     """
@@ -111,7 +111,7 @@ def encoding_parts(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pattern_of(document: Mapping[str, Any]) -> str | None:
-    """Returns the one expression by which a tokenizer.json splits a text; None if it is not one."""
+    """Return the one expression by which a tokenizer.json splits a text; None if it is not one."""
     *first_steps, last = splitting_steps(document)
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False}
     if not by_bytes.items() <= last.items():
@@ -129,7 +129,7 @@ def pattern_of(document: Mapping[str, Any]) -> str | None:
 
 
 def fast_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encoding | None:
-    """Returns the tokenizer in tiktoken, four times as fast; None if its ids might be others."""
+    """Return the tokenizer in tiktoken, four times as fast; None if its ids might be others."""
     document = tokenizer.document
     model = document["model"]
     pattern = pattern_of(document)
@@ -149,7 +149,7 @@ def fast_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encodi
 def merges_by_id(
     model: Mapping[str, Any], ids: Mapping[bytes, int], library: tokenizers.Tokenizer
 ) -> bool:
-    """Returns True if tiktoken gives the ids that the library gives.
+    """Return True if tiktoken gives the ids that the library gives.
 
     tiktoken merges the pair of the lowest id first; the library, the pair that comes first in its
     list of merges. Both are the same if the list makes ids in rising order, and the bytes of each
@@ -185,7 +185,7 @@ class Encoder:
         self.fast = fast_encoding(tokenizer, self.library)
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """Returns the ids of each text, as bytes. Raises InputError unless they decode to it.
+        """Return the ids of each text, as bytes. Raises InputError unless they decode to it.
 
         A long text is encoded in pieces.
         """
@@ -214,7 +214,7 @@ class Encoder:
         return [encoding.ids for encoding in encodings]
 
     def check_decodes(self, ids: Sequence[int], text: str) -> None:
-        """Raises InputError, which shows the first difference, if ids do not decode to `text`."""
+        """Raise InputError, which shows the first difference, if ids do not decode to `text`."""
         content = b"".join([self.tokenizer.words[id] for id in ids])
         if content == text.encode():
             return
@@ -229,7 +229,7 @@ class Encoder:
 
 
 def piece_batches(text: str) -> Iterator[list[str]]:
-    """Yields a text in pieces of MAX_PIECE characters, PIECES_PER_BATCH at a time."""
+    """Yield a text in pieces of MAX_PIECE characters, PIECES_PER_BATCH at a time."""
     starts = range(0, len(text), MAX_PIECE)
     for first in range(0, len(starts), PIECES_PER_BATCH):
         batch = starts[first : first + PIECES_PER_BATCH]

@@ -52,7 +52,7 @@ class KeyValueCache:
         self.length = 0  # positions seen so far
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k and v [B, n_kv_head, T, head_dim] of the newest T positions of a layer.
+        """Store k and v [B, n_kv_head, T, head_dim] of the newest T positions of a layer.
 
         T is 1, or the cache is empty and T is at most its size. Returns all keys and values of the
         layer that are stored, [B, n_kv_head, n_stored, head_dim] each.
@@ -101,7 +101,7 @@ class PackedLinear(nn.Module):
 
 @torch.inference_mode()
 def sampling_copy(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
-    """Returns a copy that computes in dtype, for batch_size sequences; its weights are cast once.
+    """Return a copy that computes in dtype, for batch_size sequences; its weights are cast once.
 
     On a CPU, only the matrix products of a large model are of dtype, and all else is float32: a
     token costs the reading of their weights, so a short type elsewhere would only lose precision.
@@ -124,7 +124,7 @@ def sampling_copy(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
 
 
 def forward(model: GPT, ids: Tensor, cache: KeyValueCache) -> Tensor:
-    """Returns the logits, float32 [B, V], after ids [B, T], which follow those in the cache."""
+    """Return the logits, float32 [B, V], after ids [B, T], which follow those in the cache."""
     T = ids.size(1)
     positions = torch.arange(cache.length, cache.length + T, device=ids.device)
     cos, sin = rotary(positions, model.config, model.compute_dtype)
@@ -155,7 +155,7 @@ def attention(
 def logits_to_probabilities(
     logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
-    """Returns probabilities [B, V], which are 0 outside the top_k ids (0: all) and the nucleus.
+    """Return probabilities [B, V], which are 0 outside the top_k ids (0: all) and the nucleus.
 
     The nucleus is the smallest set of most likely ids with at least top_p of the probability
     (arXiv:1904.09751).
@@ -177,7 +177,7 @@ def logits_to_probabilities(
 def draw(
     logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
 ) -> Tensor:
-    """Draws the next ids, int64 [B], by logits [B, V].
+    """Draw the next ids, int64 [B], by logits [B, V].
 
     A temperature of 0, or close to it, takes the most likely id.
     """
@@ -202,7 +202,7 @@ def generate(
     watch: Watch | None = None,
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
-    """Yields ids, int64 [B], that continue a prompt [B, T], a position at a time.
+    """Yield ids, int64 [B], that continue a prompt [B, T], a position at a time.
 
     The same seed gives the same ids. Of a longer prompt the last block_size ids count; the context
     then slides on. Without use_cache, each position takes a forward pass over the last block_size

@@ -40,7 +40,7 @@ TAR_ERRORS = (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, ValueErr
 
 
 def model_directory(model: str, settings: Settings, entry_point: Path | None = None) -> Path:
-    """Returns the directory of a model, which a user named by a path or the id of its job.
+    """Return the directory of a model, which a user named by a path or the id of its job.
 
     The model of a job is fetched unless it is here. Raises as fetch_model, and InputError if the
     name can be neither.
@@ -66,7 +66,7 @@ def model_directory(model: str, settings: Settings, entry_point: Path | None = N
 
 
 def fetch_model(job_id: str, settings: Settings, entry_point: Path | None = None) -> Path:
-    """Downloads a job's model, unless it is here, and returns its directory.
+    """Download a job's model, unless it is here, and return its directory.
 
     The model of a job that failed or was stopped is that of its newest checkpoint. entry_point
     names the folder that exports it, if its launch kept none here; without either, this raises
@@ -94,13 +94,13 @@ def fetch_model(job_id: str, settings: Settings, entry_point: Path | None = None
 
 
 def preferred_copy(copies: list[Path]) -> Path:
-    """Returns the newest copy of the model of a job's end, or else of its checkpoints."""
+    """Return the newest copy of the model of a job's end, or else of its checkpoints."""
     of_the_end = [copy for copy in copies if not copy.name.startswith("step-")]
     return max(of_the_end or copies, key=lambda copy: (copy / "SHA256SUMS").stat().st_mtime)
 
 
 def directory_for(description: JobDescription, settings: Settings) -> Path:
-    """Returns the directory of the model of a job, or of its newest checkpoint, once it is fetched.
+    """Return the directory of the model of a job, or of its newest checkpoint, once it is fetched.
 
     Raises ServiceError if the job has neither.
     """
@@ -123,12 +123,12 @@ def directory_for(description: JobDescription, settings: Settings) -> Path:
 
 
 def directory_name(step: int) -> str:
-    """Returns the name of the directory of a checkpoint's model."""
+    """Return the name of the directory of a checkpoint's model."""
     return f"step-{step:08d}"
 
 
 def keep_model(description: JobDescription, settings: Settings) -> Path:
-    """Downloads the model of a job that will be deleted, and checks it: it will be the only copy.
+    """Download the model of a job that will be deleted, and check it: it will be the only copy.
 
     Returns its directory.
     """
@@ -149,7 +149,7 @@ def download(
     settings: Settings,
     entry_point: Path | None = None,
 ) -> Path:
-    """Downloads a job's model, unless its directory is there; returns the directory.
+    """Download a job's model, unless its directory is there; return the directory.
 
     If the newest checkpoint is damaged, this is the directory of an earlier one.
     """
@@ -177,7 +177,7 @@ def download(
 
 
 def move_model(model: Path, directory: Path) -> None:
-    """Moves a complete model to its directory, unless another process was first."""
+    """Move a complete model to its directory, unless another process was first."""
     directory.parent.mkdir(exist_ok=True)
     try:
         model.rename(directory)
@@ -193,7 +193,7 @@ def export(
     progress: Progress,
     entry_point: Path | None,
 ) -> int:
-    """Writes the newest checkpoint that is intact as a model directory; returns its step.
+    """Write the newest checkpoint that is intact as a model directory; return its step.
 
     Raises ServiceError if none is intact, or its folder cannot export it.
     """
@@ -219,7 +219,7 @@ def export(
 
 
 def extract(archive: Path, target: Path, uri: str) -> None:
-    """Unpacks an archive of regular files and directories, which was fetched from `uri`.
+    """Unpack an archive of regular files and directories, which was fetched from `uri`.
 
     Raises ServiceError if it is damaged, or has absolute paths, `..`, links, devices, too many or
     too deep members, or far more bytes than its size allows.
@@ -266,7 +266,7 @@ class BoundedStream(io.RawIOBase):
 
 
 def check_member(member: tarfile.TarInfo, position: int) -> None:
-    """Raises ValueError if a member, at this position in its archive, cannot be of a model."""
+    """Raise ValueError if a member, at this position in its archive, cannot be of a model."""
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts or "\\" in member.name or ":" in member.name:
         raise ValueError(f"{member.name!r} would lie outside of the model")

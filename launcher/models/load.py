@@ -59,7 +59,7 @@ class CheckpointState(Training):
 def load_model(
     directory: str | Path, settings: Settings | None = None, entry_point: Path | None = None
 ) -> tuple[GPT, Tokenizer]:
-    """Loads a model on the CPU, with float32 weights, and its tokenizer.
+    """Load a model on the CPU, with float32 weights, and its tokenizer.
 
     A large model computes its products in bfloat16 if the CPU is fast at that, unless it was
     trained with precision=float32. The folder that trained a model of ours computes it:
@@ -91,12 +91,12 @@ def load_model(
 
 
 def is_edited(model: GPT) -> bool:
-    """Returns True if an edited folder computes the model, and not the packaged one."""
+    """Return True if an edited folder computes the model, and not the packaged one."""
     return type(model) is not GPT
 
 
 def is_packaged(directory: Path) -> bool:
-    """Returns True if the packaged folder computes a model, unless another one is named for it.
+    """Return True if the packaged folder computes a model, unless another one is named for it.
 
     It runs nothing of a folder that trained the model. False for a directory that does not load.
     """
@@ -109,7 +109,7 @@ def is_packaged(directory: Path) -> bool:
 
 
 def is_ours(directory: Path) -> bool:
-    """Returns True if a run of sm-nanogpt wrote a model directory."""
+    """Return True if a run of sm-nanogpt wrote a model directory."""
     return any((directory / name).exists() for name in ("SHA256SUMS", "training.json"))
 
 
@@ -142,7 +142,7 @@ ARTEFACT_ERRORS = (Damaged, DataError, OSError, ValueError)
 
 
 def read_artefact(directory: Path) -> Artefact:
-    """Reads the documents of a model directory. Raises one of ARTEFACT_ERRORS."""
+    """Read the documents of a model directory. Raises one of ARTEFACT_ERRORS."""
     training = parse(read_json(directory / "training.json"), Training, "training.json")
     tokenizer = read_tokenizer(directory)
     chats = "chat_template" in read_json(directory / "tokenizer_config.json")
@@ -151,14 +151,14 @@ def read_artefact(directory: Path) -> Artefact:
 
 
 def known_config(hyperparameters: Mapping[str, Any]) -> Config:
-    """Returns the packaged folder's Config, without hyperparameters that an edited one added."""
+    """Return the packaged folder's Config, without hyperparameters that an edited one added."""
     return make_config(Source.packaged().known_hyperparameters(hyperparameters))
 
 
 def own_model(
     directory: Path, settings: Settings | None = None, entry_point: Path | None = None
 ) -> tuple[GPT, Tokenizer]:
-    """Loads the model and the tokenizer that a run wrote, as load_model.
+    """Load the model and the tokenizer that a run wrote, as load_model.
 
     Raises FormatError if write_artefact did not write this directory, or it is damaged.
     """
@@ -188,7 +188,7 @@ def own_model(
 def model_by(
     source: Source, directory: Path, hyperparameters: Mapping[str, Any], vocab_size: int
 ) -> GPT:
-    """Loads the weights of a directory into the model of a training folder."""
+    """Load the weights of a directory into the model of a training folder."""
     if source.is_packaged:
         config = known_config(hyperparameters)
         device = "meta"  # load_pretrained compares shapes before it takes memory
@@ -205,7 +205,7 @@ MAX_CONTEXT = 4096  # of a published model here; its memory would grow with more
 
 
 def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
-    """Loads a model of Qwen3's architecture that another tool wrote, and its tokenizer.
+    """Load a model of Qwen3's architecture that another tool wrote, and its tokenizer.
 
     The directory may be of anyone: errors of its documents, such as KeyError, are those that
     load_model catches.
@@ -232,7 +232,7 @@ def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
 
 
 def check_sums(directory: Path) -> None:
-    """Raises FormatError unless each file has its checksum in SHA256SUMS."""
+    """Raise FormatError unless each file has its checksum in SHA256SUMS."""
     lines = read_file(directory / "SHA256SUMS", MAX_BYTES).decode("ascii").splitlines()
     for name in huggingface.MODEL_FILES:
         if f"{file_sha256(directory / name)}  {name}" not in lines:
@@ -241,7 +241,7 @@ def check_sums(directory: Path) -> None:
 
 @contextlib.contextmanager
 def errors_of(source: Source) -> Iterator[None]:
-    """Turns any exception of a folder's code, except OSError, into FormatError."""
+    """Turn any exception of a folder's code, except OSError, into FormatError."""
     try:
         yield
     except (FormatError, OSError):
@@ -254,7 +254,7 @@ def errors_of(source: Source) -> Iterator[None]:
 
 
 def read_checkpoint(directory: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-    """Reads the tensors and the state of the newest intact checkpoint of a directory.
+    """Read the tensors and the state of the newest intact checkpoint of a directory.
 
     Raises TrainingError if there is none.
     """
@@ -272,7 +272,7 @@ def export_checkpoint(
     settings: Settings | None = None,
     entry_point: Path | None = None,
 ) -> int:
-    """Exports a checkpoint as a model directory, by the folder that trained it; returns its step.
+    """Export a checkpoint as a model directory, by the folder that trained it; return its step.
 
     Raises FormatError if the folder cannot read it, InputError if the folder is not here.
     """

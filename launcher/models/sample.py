@@ -30,7 +30,7 @@ def stream_samples(
     seed: int = 1337,
     watch: engine.Watch | None = None,
 ) -> Iterator[list[str]]:
-    """Samples texts; yields, token by token, a list with the next piece of each sample.
+    """Sample texts; yield, token by token, a list with the next piece of each sample.
 
     A piece holds whole characters, so it is empty where a token ends inside of one. The prompt is a
     text or ids (default: the start of a document, or a newline), and is not repeated. A sample ends
@@ -73,7 +73,7 @@ def stream_samples(
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, size: int) -> list[int]:
-    """Returns the last `size` ids of a prompt. Raises InputError if the model cannot read it."""
+    """Return the last `size` ids of a prompt. Raises InputError if the model cannot read it."""
     if not prompt:
         raise InputError("the prompt is empty; leave it out to start with a new text")
     if not is_utf8(prompt):
@@ -87,14 +87,14 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, size: int) -> list[int]:
 
 
 def check_known(tokenizer: Tokenizer, text: str, title: str) -> None:
-    """Raises InputError, which calls the text by its title, if some characters have no ids."""
+    """Raise InputError, which calls the text by its title, if some characters have no ids."""
     unknown = unknown_in(tokenizer, text)
     if unknown:
         raise unknown_characters(title, unknown)
 
 
 def unknown_in(tokenizer: Tokenizer, text: str) -> set[str]:
-    """Returns the characters of a text that have no ids in a vocabulary of characters."""
+    """Return the characters of a text that have no ids in a vocabulary of characters."""
     if tokenizer.unit != "characters":
         return set()
     return {*text} - {word.decode() for word in tokenizer.words}
@@ -107,7 +107,7 @@ def stream_answers(
     max_new_tokens: int = 500,
     **sampling: Any,
 ) -> Iterator[list[str]]:
-    """Samples answers to a text or to messages; yields their pieces as stream_samples does.
+    """Sample answers to a text or to messages; yield their pieces as stream_samples does.
 
     A model of conversations takes a text as a message; any other continues it. Raises InputError as
     stream_samples, or if the messages do not fit, or the model has not learned from conversations.
@@ -123,7 +123,7 @@ def stream_answers(
 def decode_steps(
     steps: Iterator[torch.Tensor], tokenizer: Tokenizer, num_samples: int
 ) -> Iterator[list[str]]:
-    """Yields the pieces of text of each step's ids, int64 [num_samples].
+    """Yield the pieces of text of each step's ids, int64 [num_samples].
 
     Raises ServiceError if an edited script fails to compute a step.
     """

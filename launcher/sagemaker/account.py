@@ -84,7 +84,7 @@ class Account:
     def search_raw(
         self, everyone: bool = True, name: str | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Searches the account's jobs by our tags; yields SageMaker's answers, the newest first.
+        """Search the account's jobs by our tags; yield SageMaker's answers, the newest first.
 
         Search lags, so the job that the caller launched last from here is asked for by its id.
         """
@@ -98,7 +98,7 @@ class Account:
         return jobs
 
     def find_launched(self, last: LaunchedJob) -> Iterator[dict[str, Any]]:
-        """Yields the job that was launched last, if it exists, with the tags that Search adds."""
+        """Yield the job that was launched last, if it exists, with the tags that Search adds."""
         raw = self.find_raw(last.job_id)
         if raw is not None:
             yield {**raw, "Tags": our_tags(last.caller.owner, last.name, last.summary)}

@@ -109,7 +109,7 @@ class SageMakerBackend(Backend):
 
     @classmethod
     def count_ranks(cls, request: Request) -> int:
-        """Counts 8 GPUs on a type whose GPUs are not known."""
+        """Count 8 GPUs on a type whose GPUs are not known."""
         gpus_per_instance = [assume_gpus(name) for name in request.instances]
         ranks_per_instance = [max(1, gpus) for gpus in gpus_per_instance]
         return math.lcm(*ranks_per_instance) * (request.instance_count or 1)
@@ -151,7 +151,7 @@ class SageMakerBackend(Backend):
         return settings.model_copy(update={"store": store})
 
     def check(self, job: TrainingJob) -> Placement:
-        """Decides the role, image and keys of a job. A dry run has placeholders.
+        """Decide the role, image and keys of a job. A dry run has placeholders.
 
         Raises InputError if SageMaker cannot run the job.
         """
@@ -190,7 +190,7 @@ class SageMakerBackend(Backend):
         )
 
     def find_owner_and_role(self, job: TrainingJob) -> tuple[str, str]:
-        """Returns the owner of a job and its execution role.
+        """Return the owner of a job and its execution role.
 
         Raises InputError if there is no role, or the job reads a bucket of another region.
         """
@@ -215,7 +215,7 @@ class SageMakerBackend(Backend):
         return cost.afford(job, self.settings, prices, spent)
 
     def request(self, job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
-        """Makes the CreateTrainingJob request of a job. Sends nothing; needs no credentials.
+        """Make the CreateTrainingJob request of a job. It needs no credentials, and sends nothing.
 
         Where version 2 of the SDK is installed, its estimator has to make the same, but for a dry
         run. Raises InputError if SageMaker's API would refuse it, and ServiceError if the estimator
@@ -244,7 +244,7 @@ class SageMakerBackend(Backend):
     def submit(
         self, job_id: str, job: TrainingJob, placement: Placement, request: Mapping[str, Any]
     ) -> None:
-        """Sends the files that the job needs, and then the request that was planned.
+        """Send the files that the job needs, and then the request that was planned.
 
         Raises ServiceError with the code `job-may-exist` if no answer says whether the job exists.
         """
@@ -292,7 +292,7 @@ class SageMakerBackend(Backend):
         return False if is_refusal else None
 
     def send_files(self, job_id: str, job: TrainingJob, placement: Placement) -> None:
-        """Writes the training folder, the checkpoints of a resumed job, and the submitted job."""
+        """Write the training folder, the checkpoints of a resumed job, and the submitted job."""
         archive = source_archive(job.source, job.launcher)
         storage.write_bytes(placement.source_uri(job_id), archive, self.settings)
         if job.resume is not None:
@@ -303,7 +303,7 @@ class SageMakerBackend(Backend):
         storage.write_json(placement.file_uri(job_id, "job.json"), record, self.settings)
 
     def remove_files(self, job_id: str, placement: Placement) -> None:
-        """Removes the files of a job that does not exist; `delete` could not find them."""
+        """Remove the files of a job that does not exist; `delete` could not find them."""
         for uri in (placement.file_uri(job_id), placement.checkpoint_uri(job_id)):
             try:
                 storage.remove(uri, self.settings)
@@ -346,7 +346,7 @@ class SageMakerBackend(Backend):
     def list(
         self, everyone: bool = False, name: str | None = None
     ) -> Iterator[JobDescription | UnreadableJob]:
-        """Asks for each page when it is needed, and fails in seconds if AWS does not answer."""
+        """Ask for each page when it is needed, and fail in seconds if AWS does not answer."""
         self.account.caller(patient=False)
         for raw in self.account.search_raw(everyone, name):
             try:
@@ -380,7 +380,7 @@ class SageMakerBackend(Backend):
         self.account.client("sagemaker").stop_training_job(TrainingJobName=job_id)
 
     def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
-        """Reads the log while the job runs, since checkpoints arrive late; then the file."""
+        """Read the log while the job runs, since checkpoints arrive late; then the file."""
         raw = self.account.raw_job(job_id)
         if raw["TrainingJobStatus"] not in RUNNING:
             checkpoints = raw["CheckpointConfig"]["S3Uri"]
@@ -407,7 +407,7 @@ class SageMakerBackend(Backend):
         return lines_of(self.events(job_id, follow), raw)
 
     def events(self, job_id: str, follow: bool) -> Iterator[Event]:
-        """Yields the CloudWatch events of all hosts in order of time; with follow, until the end.
+        """Yield the CloudWatch events of all hosts in order of time; with follow, until the end.
 
         The last lines come after the end of a job: it waits for QUIET_SECONDS without one.
         """

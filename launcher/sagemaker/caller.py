@@ -40,7 +40,7 @@ known_callers: dict[str, Caller] = {}  # by access key, which belongs to one cal
 
 
 def caller_of(session: Any, region: str, patient: bool) -> Caller:
-    """Asks AWS who calls, once for each access key. Unless patient, it fails in seconds."""
+    """Ask AWS who calls, once for each access key. Unless patient, it fails in seconds."""
     with service_errors("GetCallerIdentity"):
         credentials = session.get_credentials()
         key = credentials.get_frozen_credentials().access_key if credentials else ""
@@ -113,7 +113,7 @@ def last_launches(settings: Settings) -> list[LaunchedJob]:
 
 
 def remember_launch(launched: LaunchedJob, settings: Settings) -> None:
-    """Notes the job that was launched last. If it cannot be written, that is no failure."""
+    """Note the job that was launched last. If it cannot be written, that is no failure."""
     jobs = []
     for job in last_launches(settings):
         if job.caller != launched.caller or job.region != launched.region:
@@ -124,7 +124,7 @@ def remember_launch(launched: LaunchedJob, settings: Settings) -> None:
 def search_jobs(
     client: Any, owner: str | None = None, name: str | None = None, job_id: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yields SageMaker's answers about the account's jobs with our tags, the newest first.
+    """Yield SageMaker's answers about the account's jobs with our tags, the newest first.
 
     If an owner, a name or an id is passed, only jobs that have it.
     """
@@ -153,7 +153,7 @@ def search_jobs(
 def with_last(
     jobs: Iterable[dict[str, Any]], last_id: str, last: Iterator[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Yields the jobs of Search with the job that was launched last, at its place by its time.
+    """Yield the jobs of Search with the job that was launched last, at its place by its time.
 
     Search returns a new job only after seconds; `last` yields it, if it exists. If Search has it,
     the jobs of its second stay in the order of Search; else it is the newest of them.

@@ -30,7 +30,7 @@ def default_image(job: TrainingJob, region: str) -> str:
 
 
 def check_volume(job: TrainingJob) -> None:
-    """Raises InputError if a volume is requested for an instance that takes none."""
+    """Raise InputError if a volume is requested for an instance that takes none."""
     if "volume_size" not in job.explicit_fields():
         return
     for instance in job.instances:
@@ -40,7 +40,7 @@ def check_volume(job: TrainingJob) -> None:
 
 
 def check_vpc(job: TrainingJob, settings: Settings, region: str) -> None:
-    """Raises InputError if the role of the stack may not join the job's subnets."""
+    """Raise InputError if the role of the stack may not join the job's subnets."""
     stack = last_seen_stack(settings, region)
     if not job.subnets or stack is None or stack.vpc:
         return
@@ -50,7 +50,7 @@ def check_vpc(job: TrainingJob, settings: Settings, region: str) -> None:
 
 
 def check_regions(job: TrainingJob, settings: Settings, account: Account) -> None:
-    """Raises InputError if the job reads a bucket of another region. It asks S3."""
+    """Raise InputError if the job reads a bucket of another region. It asks S3."""
     uris = {
         "init_from": job.init_from,
         "teacher": job.teacher,
@@ -67,7 +67,7 @@ def check_regions(job: TrainingJob, settings: Settings, account: Account) -> Non
 
 
 def check_gpus(job: TrainingJob) -> None:
-    """Raises InputError if the model does not fit a GPU, or a batch cannot be shared evenly.
+    """Raise InputError if the model does not fit a GPU, or a batch cannot be shared evenly.
 
     Types whose GPUs are not known are not checked.
     """
@@ -88,7 +88,7 @@ def log_instances(job: TrainingJob) -> None:
 
 
 def check_memory(job: TrainingJob, instance: str) -> None:
-    """Raises InputError if the layers of the model alone fill the GPUs of an instance type.
+    """Raise InputError if the layers of the model alone fill the GPUs of an instance type.
 
     An edited folder may train other parameters than its Config counts, and is not checked.
     """

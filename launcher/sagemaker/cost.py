@@ -69,7 +69,7 @@ def usd(amount: float) -> str:
 
 
 def check_confirmed(worst: float, max_cost: float | None, settings: Settings) -> None:
-    """Raises Unconfirmed if jobs may cost more than ask_above and have no ceiling.
+    """Raise Unconfirmed if jobs may cost more than ask_above and have no ceiling.
 
     max_cost is their ceiling, if somebody chose it now; that of a resumed job is no consent.
     """
@@ -121,7 +121,7 @@ def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
 
 
 def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -> TrainingJob:
-    """Returns the job with a time limit that keeps it below the ceiling.
+    """Return the job with a time limit that keeps it below the ceiling.
 
     spent is the cost in USD of the jobs that this one resumes. Raises CeilingTooLow.
     """
@@ -163,7 +163,7 @@ def earlier_cost(record: TrainingJob, job: JobDescription, prices: Prices) -> fl
 def afford(
     job: TrainingJob, settings: Settings, prices: Prices, earlier: float | None
 ) -> TrainingJob:
-    """Returns the job with a time limit that keeps it below its ceiling. Logs what it may cost.
+    """Return the job with a time limit that keeps it below its ceiling. Logs what it may cost.
 
     earlier is the cost in USD of the jobs that it resumes. Raises InputError if the job has a
     ceiling and a price is unknown, and CeilingTooLow.
@@ -210,7 +210,7 @@ def check_prices_known(
     earlier: float | None,
     without_price: list[str],
 ) -> None:
-    """Logs each cost that is unknown, or raises InputError if the job has a ceiling."""
+    """Log each cost that is unknown, or raise InputError if the job has a ceiling."""
     unknown = []
     if earlier is None:
         unknown.append(f"the cost of the earlier job {job.resume} is unknown")
@@ -244,7 +244,7 @@ def log_price(job: TrainingJob, instance: str, price: Price) -> None:
 
 
 def counted_besides(spent: float) -> str:
-    """Says what a worst cost has besides the run. spent is USD of the jobs that it resumes."""
+    """Say what a worst cost has besides the run. spent is USD of the jobs that it resumes."""
     text = f"an allowance of {OVERHEAD_SECONDS} s for start-up, stop and upload"
     if spent:
         text += f", {usd(spent)} of the earlier jobs"
@@ -293,7 +293,7 @@ class Prices:
         return self.cache.read().get(self.region, {}).get(instance)
 
     def ask(self, instance: str) -> PriceAnswer | None:
-        """Asks the price list and saves its price, if it has one; on failure it sets `trouble`."""
+        """Ask the price list and save its price, if it has one; on failure, set `trouble`."""
         try:
             products = self.products_of(instance)
             per_hour = None if products is None else training_price(products, instance)

@@ -70,7 +70,7 @@ class Deployment:
         permissions_boundary: str | None = None,
         role_path: str | None = None,
     ) -> ChangeSet | None:
-        """Creates a change set; returns None if nothing would change.
+        """Create a change set; return None if nothing would change.
 
         kms adds a key, and vpc allows jobs in a VPC; the others, an ARN and a path, are of the
         role. What a plan leaves out stays as it was. A stack in a status of LEFT_OVER has to be
@@ -103,7 +103,7 @@ class Deployment:
         return change_set
 
     def describe_changeable(self) -> dict[str, Any] | None:
-        """Returns the answer of DescribeStacks; None if there is no stack.
+        """Return the answer of DescribeStacks; None if there is no stack.
 
         Raises `unusable` for a stack that is not ours, or in an operation.
         """
@@ -115,7 +115,7 @@ class Deployment:
         return raw
 
     def read_changes(self, change_set_id: str) -> list[tuple[str, str, str]] | None:
-        """Waits for a change set and reads its changes; returns None if nothing would change."""
+        """Wait for a change set and read its changes; return None if nothing would change."""
         with suppress(WaiterError):  # the pages have the reason
             waiter = self.client.get_waiter("change_set_create_complete")
             waiter.wait(ChangeSetName=change_set_id, WaiterConfig=WAIT)
@@ -133,13 +133,13 @@ class Deployment:
         raise ServiceError(f"CloudFormation cannot change stack {self.name}: {problem}")
 
     def discard(self, change_set: ChangeSet) -> None:
-        """Deletes a change set, and its stack if that is still empty."""
+        """Delete a change set, and its stack if that is still empty."""
         self.client.delete_change_set(ChangeSetName=change_set.id)
         if change_set.creates and stacks.describe_stack(self.client, change_set.stack_id) is None:
             self.client.delete_stack(StackName=change_set.stack_id)
 
     def execute(self, change_set: ChangeSet) -> Stack:
-        """Makes the changes, waits for their end, and returns the stack."""
+        """Make the changes, wait for their end, and return the stack."""
         # If the creation fails, also delete what the template retains: it is empty, and a key costs
         # money.
         self.client.execute_change_set(ChangeSetName=change_set.id, RetainExceptOnCreate=True)
@@ -148,14 +148,14 @@ class Deployment:
         return self.show()
 
     def show(self) -> Stack:
-        """Reads the stack. Logs the state of its last operation, unless that succeeded."""
+        """Read the stack. Logs the state of its last operation, unless that succeeded."""
         raw = stacks.describe_stack(self.client, self.name)
         if raw is not None and not stacks.has_succeeded(raw["StackStatus"]):
             logger.info(self.state(raw))
         return stacks.cache_stack(self.settings, self.region, raw)
 
     def removal(self, statuses: Collection[str] = ()) -> Removal | None:
-        """Returns what deleting the stack does.
+        """Return what deleting the stack does.
 
         None if there is no stack, or `statuses` has some and its status is none of them.
         """
@@ -195,7 +195,7 @@ class Deployment:
         return [raw["TrainingJobName"] for raw in jobs if raw["TrainingJobStatus"] in RUNNING]
 
     def destroy(self, removal: Removal) -> None:
-        """Deletes the stack and waits for its end; retained resources stay.
+        """Delete the stack and wait for its end; retained resources stay.
 
         IAM does not delete an attached policy, so it is detached first.
         """
@@ -208,7 +208,7 @@ class Deployment:
         stacks.remember_stack(self.settings, self.region, None)
 
     def wait(self, waiter_name: str, stack_id: str) -> None:
-        """Waits by a waiter of boto3. Raises ServiceError if the operation failed."""
+        """Wait by a waiter of boto3. Raises ServiceError if the operation failed."""
         logger.info(f"waiting for stack {self.name}; CloudFormation takes a minute or two")
         try:
             with suppress(WaiterError, Missing):
@@ -233,7 +233,7 @@ class Deployment:
         return f"stack {self.name} is {raw['StackStatus']}{failure}"
 
     def events(self, stack_id: str) -> Iterator[dict[str, Any]]:
-        """Yields the events of a stack, the newest first."""
+        """Yield the events of a stack, the newest first."""
         paginator = self.client.get_paginator("describe_stack_events")
         for page in paginator.paginate(StackName=stack_id):
             yield from page["StackEvents"]
@@ -254,7 +254,7 @@ def parameters_for(
 
 
 def read_change(raw: dict[str, Any]) -> tuple[str, str, str]:
-    """Reads a change of a change set as (action, type, logical id)."""
+    """Read a change of a change set as (action, type, logical id)."""
     change = raw["ResourceChange"]
     replaces = {"True": "replace", "Conditional": "modify or replace"}
     action = replaces.get(change.get("Replacement"), change["Action"].lower())

@@ -32,7 +32,7 @@ def is_our_job(raw: dict[str, Any]) -> bool:
 
 
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
-    """Turns an answer of SageMaker into a JobDescription; checkpoint_step None means unknown.
+    """Turn an answer of SageMaker into a JobDescription; checkpoint_step None means unknown.
 
     Raises ServiceError if the answer lacks something that each launch of sm-nanogpt sets.
     """

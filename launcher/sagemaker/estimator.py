@@ -38,7 +38,7 @@ CONFIG = {"SchemaVersion": "1.0", "SageMaker": NO_TELEMETRY}
 
 @contextmanager
 def quiet_sdk() -> Iterator[None]:
-    """Silences the SDK, and restores the loggers that its import sets up.
+    """Silence the SDK, and restore the loggers that its import sets up.
 
     The SDK would validate CONFIG at its start and in fifty look-ups (2 s), and make a TensorBoard
     client from boto3's default session, which fails if the default profile's login has expired.
@@ -63,7 +63,7 @@ def quiet_sdk() -> Iterator[None]:
 @service_errors("the SageMaker SDK")
 @quiet_sdk()
 def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
-    """Makes the CreateTrainingJob request of a job, recorded just before the SDK would send it."""
+    """Make the CreateTrainingJob request of a job, recorded just before the SDK would send it."""
     import boto3
     import sagemaker
     from sagemaker.inputs import TrainingInput

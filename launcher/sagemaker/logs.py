@@ -23,7 +23,7 @@ NOISE = "ERROR: ld.so: object '/libchangehostname.so' "
 def lines_of(
     events: Iterable[Event], raw: bool = False, running: Collection[str] = ()
 ) -> Iterator[str]:
-    """Yields the lines of the script, and errors of the toolkit; if raw, every line.
+    """Yield the lines of the script, and errors of the toolkit; if raw, every line.
 
     A stream is HOST-TIME: each start of a spot job has streams of its own. In those named by
     `running` the script has started before the first line. Lines of hosts other than the first,
@@ -81,7 +81,7 @@ def streams_of(client: Any, job_id: str) -> list[str]:
 def pages_of(
     client: Any, stream: str, token: str | None = None, backward: bool = False
 ) -> Iterator[tuple[list[Event], str]]:
-    """Yields the pages of a stream after a token, each with the token of the next.
+    """Yield the pages of a stream after a token, each with the token of the next.
 
     Without a token, it begins at one end of the stream. A page is in order of time, and may be
     empty before the last.
@@ -103,7 +103,7 @@ def pages_of(
 
 
 def new_events(client: Any, job_id: str, tokens: dict[str, str]) -> list[Event]:
-    """Reads the events after these tokens, which are by stream, in order of time.
+    """Read the events after these tokens, which are by stream, in order of time.
 
     It updates the tokens at the end, so that no line is lost if an outage interrupts the call.
     """
@@ -122,7 +122,7 @@ def in_order_of_time(events: Iterable[Event]) -> list[Event]:
 
 
 def last_lines(client: Any, job_id: str, count: int, raw: bool) -> list[str]:
-    """Reads the last lines of a job, of all streams in order of time, each from its end."""
+    """Read the last lines of a job, of all streams in order of time, each from its end."""
     events: list[Event] = []
     running = set()
     for stream in streams_of(client, job_id):
@@ -135,7 +135,7 @@ def last_lines(client: Any, job_id: str, count: int, raw: bool) -> list[str]:
 
 
 def last_events(client: Any, stream: str, count: int, raw: bool) -> tuple[list[Event], bool]:
-    """Reads the last events of a stream, which make `count` lines if it has so many.
+    """Read the last events of a stream, which make `count` lines if it has so many.
 
     Also returns True if the script was started before them. (Raw lines do not depend on that.)
     """

@@ -123,7 +123,7 @@ def toolkit_parameters(job_id: str, job: TrainingJob, placement: Placement) -> d
 
 
 def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
-    """Makes the CreateTrainingJob request of a job, equal to the one of the SDK."""
+    """Make the CreateTrainingJob request of a job, equal to the one of the SDK."""
     channels = [input_channel(name, uri, mode) for name, (uri, mode) in channels_of(job).items()]
     if job.network_isolation:
         channels.append(input_channel("code", placement.source_uri(job_id), None))
@@ -170,7 +170,7 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
 
 
 def set_instances(resources: dict[str, Any], job: TrainingJob) -> None:
-    """Writes the instance type of a job, or several in the order of preference, into resources."""
+    """Write the instance type of a job, or several in the order of preference, into resources."""
     if len(job.instances) == 1:
         resources["InstanceType"] = job.instances[0]
     else:
@@ -195,7 +195,7 @@ FIELDS = {
 
 
 def check_request(request: Mapping[str, Any], job: TrainingJob, placement: Placement) -> None:
-    """Raises InputError, which names a field, if SageMaker's API would refuse a request.
+    """Raise InputError, which names a field, if SageMaker's API would refuse a request.
 
     The job has checked the fields that are sent as they are; the others come from the settings,
     the store and the training folder, or are too long together.
@@ -225,7 +225,7 @@ def without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sendable_hyperparameters(job: Request) -> dict[str, Scalar]:
-    """Returns the hyperparameters to send to SageMaker.
+    """Return the hyperparameters to send to SageMaker.
 
     Toolkits up to 5.1.2, as in the images since 2.11, pass the values through a shell, unquoted, so
     only harmless characters are allowed. A default of an edited script that has others is left
@@ -256,7 +256,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def source_archive(source: Source, launcher: str) -> bytes:
-    """Packs sourcedir.tar.gz: the training folder, and the files that the launcher needs.
+    """Pack sourcedir.tar.gz: the training folder, and the files that the launcher needs.
 
     The same files give the same bytes.
     """

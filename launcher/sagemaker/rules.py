@@ -15,7 +15,7 @@ TAGS = {"type": "map", "key": {"shape": "TagKey"}, "value": {"shape": "TagValue"
 
 
 def problems_of(request: Request) -> Iterator[Problem]:
-    """Yields the fields that SageMaker does not take as they are, with their values, and why."""
+    """Yield the fields that SageMaker does not take as they are, with their values, and why."""
     problem = instance_problem(request.instances)
     if problem:
         yield "instance", request.instance, problem
@@ -50,7 +50,7 @@ def spot_problems(request: Request) -> Iterator[Problem]:
 
 
 def limit_problems(request: Request) -> Iterator[Problem]:
-    """Yields the fields that are outside of the limits of SageMaker's API."""
+    """Yield the fields that are outside of the limits of SageMaker's API."""
     preferences = [{"InstanceType": name} for name in request.instances]
     for name, value, shape in (
         ("instance", preferences, "InstancePreferenceList"),

@@ -47,7 +47,7 @@ CachedStacks = dict[str, Stack | None]  # by cache_key; None: there was none
 def with_stack(
     settings: Settings, names: tuple[str, ...] = ("store", "role", "kms_key")
 ) -> Settings:
-    """Returns the settings with the store, role and key that they leave open, from the stack.
+    """Return the settings with the store, role and key that they leave open, from the stack.
 
     Does not call AWS if store and role are set, or in a dry run, which uses the stack as last seen.
     With a role, and no stack seen before, a user who may not ask for the stack goes on without it.
@@ -82,7 +82,7 @@ def with_stack(
 
 
 def find_stack(settings: Settings, session: Any) -> Stack | None:
-    """Asks for the stack of the settings; None if there is none and the user named none.
+    """Ask for the stack of the settings; None if there is none and the user named none.
 
     Raises Missing if the user named one, and as read_stack.
     """
@@ -96,7 +96,7 @@ def find_stack(settings: Settings, session: Any) -> Stack | None:
 
 
 def cache_stack(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack:
-    """Reads and remembers an answer of describe_stack. Raises Missing for None."""
+    """Read and remember an answer of describe_stack. Raises Missing for None."""
     stack = None if raw is None else read_stack(raw)
     remember_stack(settings, region, stack)
     if stack is None:
@@ -114,7 +114,7 @@ def describe_stack(client: Any, name: str) -> dict[str, Any] | None:
 
 
 def read_stack(raw: dict[str, Any]) -> Stack:
-    """Reads an answer of describe_stack.
+    """Read an answer of describe_stack.
 
     Raises what `unusable` returns for a stack that is not ours, not complete, or being deleted.
     """
@@ -174,7 +174,7 @@ def stack_cache(settings: Settings) -> Cache[CachedStacks]:
 
 
 def remember_stack(settings: Settings, region: str, stack: Stack | None) -> None:
-    """Notes the stack of the settings, or that there is none."""
+    """Note the stack of the settings, or that there is none."""
     cache = stack_cache(settings)
     stacks = cache.read()
     stacks[cache_key(settings, region)] = stack

@@ -51,7 +51,7 @@ def upload_data(
     encoding: str = "",
     me: str = "",
 ) -> Upload:
-    """Puts files of text, and those below folders, into the store as one upload.
+    """Put files of text, and those below folders, into the store as one upload.
 
     A path may also be `-`, for standard input, hf://datasets/OWNER/NAME/... or s3://bucket/... .
     docs/tokens.md has the formats. include adds plain text by patterns, such as `*.py`; exclude

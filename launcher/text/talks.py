@@ -41,7 +41,7 @@ class Talk:
     people_file: str = ""  # where the names of authors are whose ids it has, seen from its file
 
     def add(self, author: str, text: str, seconds: float = 0.0) -> None:
-        """Adds a message. Raises TypeError if its author or its text is no string."""
+        """Add a message. Raises TypeError if its author or its text is no string."""
         if not (isinstance(author, str) and isinstance(text, str)):
             raise TypeError(f"a message of {author!r} is no text")
         text = text.strip()

@@ -71,7 +71,7 @@ class ChatMessage(BaseModel):
     content: str | list[ContentPart]
 
     def as_message(self) -> Message:
-        """Returns the message with its parts joined, and `developer` as the system's."""
+        """Return the message with its parts joined, and `developer` as the system's."""
         role = "system" if self.role == "developer" else self.role
         if isinstance(self.content, str):
             return Message(role, self.content)
@@ -112,7 +112,7 @@ REFUSALS = {
 
 
 def refusal(error: ValidationError) -> str:
-    """Says the first thing that is wrong with a request, by REFUSALS if its field is there."""
+    """Say the first thing that is wrong with a request, by REFUSALS if its field is there."""
     location = [str(part) for part in error.errors()[0]["loc"]]
     for n, name in enumerate(location, 1):
         if name in REFUSALS:
@@ -141,7 +141,7 @@ class ChatAnswer:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def add(self, turn: Sequence[Token]) -> str:
-        """Counts tokens; returns their text."""
+        """Count tokens; return their text."""
         self.completion_tokens += sum(token.is_drawn for token in turn)
         # The last piece of a text that reached its limit belongs to no token.
         self.reached_limit = not turn[-1].is_drawn
@@ -160,25 +160,25 @@ class ChatAnswer:
         return "length" if self.reached_limit else "stop"
 
     def body(self, text: str) -> dict[str, Any]:
-        """Returns the whole answer."""
+        """Return the whole answer."""
         message = {"role": "assistant", "content": text}
         return {**self.document("message", message, self.finish_reason), "usage": self.usage}
 
     def chunk(self, text: str, is_first: bool) -> dict[str, Any]:
-        """Returns a part of the answer."""
+        """Return a part of the answer."""
         delta = {"content": text}
         if is_first:
             delta["role"] = "assistant"
         return self.document("delta", delta, None)
 
     def last_chunk(self) -> dict[str, Any]:
-        """Returns the part that ends the answer."""
+        """Return the part that ends the answer."""
         return self.document("delta", {}, self.finish_reason)
 
     def document(
         self, field: str, message: dict[str, str], finish_reason: str | None
     ) -> dict[str, Any]:
-        """Returns a document with one choice, which holds a text, or in a chat a message.
+        """Return a document with one choice, which holds a text, or in a chat a message.
 
         The field of the message is `message`, or `delta` in a part of an answer.
         """
@@ -199,7 +199,7 @@ class ChatAnswer:
 
 
 def routes(players: Sequence[Player]) -> list[Route]:
-    """Returns the routes /v1/models, /v1/chat/completions and /v1/completions."""
+    """Return the routes /v1/models, /v1/chat/completions and /v1/completions."""
     # A model goes by its name; also by the id of its job, and by its title on the page.
     by_name = {player.name: player for player in players}
     by_title = {player.title: player for player in players}
@@ -254,7 +254,7 @@ def routes(players: Sequence[Player]) -> list[Route]:
 def read_request(
     content: bytes, kind: type[ChatRequest] | type[TextRequest]
 ) -> ChatRequest | TextRequest:
-    """Reads a request of a kind. Raises InputError if it is wrong, or asks for what is missing."""
+    """Read a request of a kind. Raises InputError if it is wrong, or asks for what is missing."""
     try:
         request = kind.model_validate_json(content)
     except ValidationError as error:
@@ -268,7 +268,7 @@ def read_request(
 def start_answer(
     player: Player, request: ChatRequest | TextRequest
 ) -> tuple[ChatAnswer, Iterator[Token]]:
-    """Returns the answer to a request, which is still empty, and its tokens. Raises InputError."""
+    """Return the answer to a request, which is still empty, and its tokens. Raises InputError."""
     context_size = player.model.config.block_size
     limit = request.max_tokens
     if isinstance(request, ChatRequest):
@@ -292,7 +292,7 @@ def start_answer(
 
 
 def until(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]:
-    """Yields tokens up to the one of `stops` that is complete first, or the longest of several.
+    """Yield tokens up to the one of `stops` that is complete first, or the longest of several.
 
     It holds back tokens with which a stop may begin.
     """
@@ -313,7 +313,7 @@ def until(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]:
 
 
 def find_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Returns where the stop that ends first begins, or the longest of several; None without."""
+    """Return where the stop that ends first begins, or the longest of several; None without."""
     spans = []  # end, start
     for stop in stops:
         start = text.find(stop)
@@ -323,7 +323,7 @@ def find_stop(text: str, stops: Sequence[str]) -> int | None:
 
 
 def begun_characters(text: str, stops: Sequence[str]) -> int:
-    """Returns how many characters at the end of a text may be the beginning of a stop."""
+    """Return how many characters at the end of a text may be the beginning of a stop."""
     n_begun = 0
     for stop in stops:
         for n in range(n_begun + 1, min(len(stop), len(text)) + 1):
@@ -333,7 +333,7 @@ def begun_characters(text: str, stops: Sequence[str]) -> int:
 
 
 def next_turn(tokens: Iterator[Token]) -> list[Token]:
-    """Returns the tokens of the next turn, at least one; none if there are no more."""
+    """Return the tokens of the next turn, at least one; none if there are no more."""
     deadline = time.monotonic() + TURN_SECONDS
     turn = []
     for token in tokens:

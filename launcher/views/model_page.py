@@ -139,7 +139,7 @@ def weights_of(model: GPT) -> dict[str, Tensor]:
 
 
 def check_model(model: GPT) -> None:
-    """Raises InputError if an edited folder computes the model."""
+    """Raise InputError if an edited folder computes the model."""
     if is_edited(model):
         raise InputError("an edited folder computes this model, which a page cannot")
 

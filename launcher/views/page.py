@@ -50,7 +50,7 @@ def axes(report: Report) -> dict[str, dict[str, str]]:
 
 
 def points(report: Report) -> Iterator[dict[str, Any]]:
-    """Yields the points of all lines. `drawn` is the loss, which the page may smooth."""
+    """Yield the points of all lines. `drawn` is the loss, which the page may smooth."""
     for run in report.runs:
         if report.per_byte and "bits_per_byte" not in run.best:  # the bytes of a token are unknown
             continue
@@ -58,7 +58,7 @@ def points(report: Report) -> Iterator[dict[str, Any]]:
 
 
 def points_of(run: ReportedRun, report: Report) -> Iterator[dict[str, Any]]:
-    """Yields the points of the lines of a run."""
+    """Yield the points of the lines of a run."""
     factor = 1.0
     if report.per_byte:
         factor = run.best["bits_per_byte"] / run.best["val_loss"]

@@ -49,7 +49,7 @@ class Player:
 
     @cached_property
     def chat(self) -> Chat:
-        """Raises InputError if the model has not learned from conversations."""
+        """Raise InputError if the model has not learned from conversations."""
         return Chat(self.model, self.tokenizer)
 
     @property
@@ -63,7 +63,7 @@ class Player:
 def make_app(
     players: Sequence[Player], key: str, api_routes: Sequence[Route], origins: Sequence[str] = ()
 ) -> ASGIApp:
-    """Serves the page, its models and the API to requests that carry the key.
+    """Serve the page, its models and the API to requests that carry the key.
 
     Pages of these other origins may read the answers.
     """
@@ -130,7 +130,7 @@ def make_app(
 
 
 def hint_for(path: str) -> str:
-    """Says what may be wrong with the base URL of a client that asks for this path."""
+    """Say what may be wrong with the base URL of a client that asks for this path."""
     if re.match(r"/v1/v1(/|$)", path):
         return "; /v1 is twice in the base URL"
     if path == "/v1":
@@ -139,7 +139,7 @@ def hint_for(path: str) -> str:
 
 
 def merge_slashes(app: ASGIApp) -> ASGIApp:
-    """Makes one slash of several in a path: a base URL that ends in a slash makes two."""
+    """Make one slash of several in a path: a base URL that ends in a slash makes two."""
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
         path = re.sub("/+", "/", scope["path"])
@@ -149,14 +149,14 @@ def merge_slashes(app: ASGIApp) -> ASGIApp:
 
 
 def error_response(status: int, message: str, code: str | None = None) -> JSONResponse:
-    """Returns an error in the form of OpenAI's API."""
+    """Return an error in the form of OpenAI's API."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": code}
     return JSONResponse({"error": error}, status_code=status)
 
 
 def require_key(app: ASGIApp, key: str) -> ASGIApp:
-    """Refuses requests without the key, so also those of other sites, whatever host they name.
+    """Refuse requests without the key, so also those of other sites, whatever host they name.
 
     The key is in the address, as `token`, or it is the bearer of the Authorization header.
     """
@@ -177,7 +177,7 @@ def require_key(app: ASGIApp, key: str) -> ASGIApp:
 
 
 def listen(port: int) -> socket.socket:
-    """Listens on loopback; port 0 takes a free one. Raises InputError if the port is taken."""
+    """Listen on loopback; port 0 takes a free one. Raises InputError if the port is taken."""
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
@@ -185,7 +185,7 @@ def listen(port: int) -> socket.socket:
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:
-    """Returns a server of the page, whose `run` raises KeyboardInterrupt after Ctrl-C.
+    """Return a server of the page, whose `run` raises KeyboardInterrupt after Ctrl-C.
 
     Ctrl-C also ends its generations.
     """

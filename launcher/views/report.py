@@ -50,7 +50,7 @@ class ReportedRun:
         return backend_class(self.description.instance).takes_field("image_uri")
 
     def logged(self, pattern: str) -> str:
-        """Returns the first group of the first line of the log that the pattern matches, or ''."""
+        """Return the first group of the first line of the log that the pattern matches, or ''."""
         for line in self.log:
             match = re.match(pattern, line)
             if match:
@@ -223,7 +223,7 @@ class Report:
 
 
 def read_runs(job_ids: Sequence[str], settings: Settings) -> list[ReportedRun]:
-    """Reads the facts about some jobs, whether they run or have ended, with their costs.
+    """Read the facts about some jobs, whether they run or have ended, with their costs.
 
     It leaves out, and logs, the jobs without a curve. Raises ServiceError if none has one.
     """
@@ -244,7 +244,7 @@ def read_runs(job_ids: Sequence[str], settings: Settings) -> list[ReportedRun]:
 
 
 def read_run(job_id: str, settings: Settings) -> ReportedRun:
-    """Reads the facts about a job. Its curve may have no rows."""
+    """Read the facts about a job. Its curve may have no rows."""
     backend, description = find(job_id, settings)
     rows, source = backend.curve(job_id)
     log = list(backend.logs(job_id, follow=False))
@@ -261,7 +261,7 @@ def read_run(job_id: str, settings: Settings) -> ReportedRun:
 
 
 def compare(runs: Sequence[ReportedRun]) -> Report:
-    """Ranks the runs, and labels each by its name and by what differs, if that is short."""
+    """Rank the runs, and label each by its name and by what differs, if that is short."""
     set_by_model = hyperparameters_of_models(runs)
     differing = differences([run.configuration for run in runs])
     differing = [name for name in differing if name not in set_by_model]
@@ -278,7 +278,7 @@ def compare(runs: Sequence[ReportedRun]) -> Report:
 
 
 def hyperparameters_of_models(runs: Sequence[ReportedRun]) -> set[str]:
-    """Returns the hyperparameters that differ only because the size or the preset does.
+    """Return the hyperparameters that differ only because the size or the preset does.
 
     Those are all that no run sets itself, by its summary. Empty if neither differs.
     """
