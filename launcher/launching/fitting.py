@@ -50,7 +50,7 @@ def fit_sizes(request: Request, texts: Texts, page_limits: Sequence[int]) -> lis
     length = sizing.text_length(texts)
     pages = {}
     for size in PAGE_SIZES:
-        config = sizing.with_size(request, size, length).config(1)
+        config = sizing.with_size(request, size, length).config(world_size=1)
         pages[size] = page_bytes(config, texts)
     fits = []
     for page_limit in page_limits:

@@ -108,7 +108,7 @@ def with_earlier_fields(request: Request, earlier_job: TrainingJob) -> Request:
     for name in ("environment", "tags"):
         if name in explicit and name in inherited:
             explicit[name] = {**inherited[name], **explicit[name]}
-    changes = request.explicit_hyperparameters(asdict(earlier_job.config(1)))
+    changes = request.explicit_hyperparameters(asdict(earlier_job.config(world_size=1)))
     explicit["preset"] = None
     explicit["hyperparameters"] = {**earlier_job.hyperparameters, **changes}
     completed = Request(**{**inherited, **explicit})
@@ -136,7 +136,7 @@ def check_resumable(job: TrainingJob, earlier: EarlierJob) -> None:
 
     A job that reached its last step without writing a model may be resumed to write it.
     """
-    config = job.config(1)
+    config = job.config(world_size=1)
     states = (state_of(earlier.job), state_of(job))
     with job.source.running():
         job.source.module("config").check_resumable(*states)
@@ -155,4 +155,4 @@ def check_resumable(job: TrainingJob, earlier: EarlierJob) -> None:
 def state_of(job: TrainingJob) -> dict[str, Any]:
     """What a checkpoint of a job would say of its config and its texts."""
     texts = (text_id(job.data), text_id(job.validation))
-    return {"config": asdict(job.config(1)), "corpus_sha256": texts}
+    return {"config": asdict(job.config(world_size=1)), "corpus_sha256": texts}

@@ -101,7 +101,7 @@ def with_size(request: Request, size: float, length: TextLength) -> Request:
 
 def with_generations(request: Request, size: float, length: TextLength) -> Request:
     """The request with two generations of its size, where the second is known to gain."""
-    config = request.config(1)
+    config = request.config(world_size=1)
     readings = readings_of(config, length.n_tokens)
     is_old_folder = not hasattr(config, "generations")
     if is_old_folder or length.is_of_chats or not gains_by_generations(size, readings):
@@ -162,7 +162,7 @@ def with_whole_windows(request: Request, text: Channel) -> Request:
     """The request without a preset's short windows, if the text is of conversations."""
     if text.upload is None or not text.upload.chats:
         return request
-    short_windows = getattr(request.config(1), "short_windows", 0)
+    short_windows = getattr(request.config(world_size=1), "short_windows", 0)
     if "short_windows" in request.hyperparameters or not short_windows:
         return request
     logger.info(f"short_windows=0 (the preset's {short_windows} would cut conversations)")
@@ -178,7 +178,7 @@ def with_fitting_steps(request: Request, text: Channel) -> Request:
     has_own_steps = request.preset is not None and "max_steps" not in request.hyperparameters
     if request.init_from is None or has_own_steps or text.upload is None:
         return request
-    config = request.config(1)
+    config = request.config(world_size=1)
     n_tokens = tokens_to_read(text.upload)
     if not memorizes(config, n_tokens):
         return request

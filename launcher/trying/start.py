@@ -64,7 +64,7 @@ def begin_search(
 
     hyperparameters = {"preset": job.preset} if job.preset else job.all_hyperparameters()
     hyperparameters.pop("seed", None)
-    config = job.config(1)
+    config = job.config(world_size=1)
     start = {
         "text": text.shown,
         "hyperparameters": hyperparameters,
