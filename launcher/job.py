@@ -212,7 +212,7 @@ class Request(TrainingRequest):
         source = self.source
         base = base and dict(base)
         key = json.dumps([self.preset, self.hyperparameters, base])
-        with about("hyperparameters", self.hyperparameters), source.running():
+        with about("hyperparameters", self.hyperparameters), source.user_errors():
             config = source.configs.get(key)
             if config is None:
                 config = self._make_config(source, base)
@@ -227,7 +227,7 @@ class Request(TrainingRequest):
         return source.module("config").make_config(self.hyperparameters, self.preset, base)
 
     def metric_definitions(self) -> list[dict[str, str]]:
-        with self.source.running():
+        with self.source.user_errors():
             return list(self.source.module("metrics").metric_definitions())
 
 

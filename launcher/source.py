@@ -114,7 +114,7 @@ class Source:
         package = f"user_{self.sha256[:16]}"
         finders = [finder for finder in sys.meta_path if package_of(finder) != package]
         sys.meta_path[:] = [*finders, Importer(package, self)]  # the folder may have moved
-        with self.running():
+        with self.user_errors():
             return importlib.import_module(f"{package}.{name}")
 
     def known_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,8 +123,8 @@ class Source:
         return {name: value for name, value in hyperparameters.items() if name in names}
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Run code of the folder. What it prints goes to stderr; its errors are InputErrors."""
+    def user_errors(self) -> Iterator[None]:
+        """Raise errors of the folder's code as InputErrors, and print what it prints on stderr."""
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 yield
@@ -136,7 +136,7 @@ class Source:
     def check_complete(self) -> None:
         """Raise InputError unless the folder has all that the launcher uses."""
         for name, content in self.files.items():
-            with self.running():
+            with self.user_errors():
                 compile(content, self.directory / name, "exec", dont_inherit=True)
         for module, required in REQUIRED_NAMES.items():
             defined = vars(self.module(module)) if f"{module}.py" in self.files else {}

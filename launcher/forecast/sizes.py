@@ -23,14 +23,14 @@ class Sizes:
     def hyperparameters(self, size: float, n_tokens: int | None = None) -> dict[str, Any]:
         """The hyperparameters of a run."""
         sizes = self.source.module("sizes")
-        with self.source.running():
+        with self.source.user_errors():
             return dict(sizes.hyperparameters_for_size(size, n_tokens or self.n_tokens))
 
     def config(self, size: float, n_tokens: int | None = None) -> Any:
         """The folder's Config of a run."""
         config_class = self.source.module("config").Config
         values = self.hyperparameters(size, n_tokens)
-        with self.source.running():
+        with self.source.user_errors():
             return config_class(**values)
 
     def run(self, size: float, n_tokens: int | None = None) -> MeasuredRun:

@@ -290,7 +290,7 @@ def is_run_of_size(job: TrainingJob, texts: Texts) -> bool:
     if job.size is None or job.teacher is not None:
         return False
     length = sizing.text_length(texts)
-    with job.source.running():
+    with job.source.user_errors():
         sizes = job.source.module("sizes")
         of_size = sizes.hyperparameters_for_size(job.size, length.n_tokens, length.is_of_chats)
     values = dict(job.hyperparameters)

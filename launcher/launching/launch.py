@@ -173,7 +173,7 @@ def check_models(draft: Draft) -> None:
     teacher = draft.models.get("teacher")
     if teacher is None:
         return
-    with draft.job.source.running():
+    with draft.job.source.user_errors():
         huggingface = draft.job.source.module("huggingface")
         if hasattr(huggingface, "check_teacher"):  # in an older folder, only the run checks
             block_size = draft.job.config(world_size=1).block_size

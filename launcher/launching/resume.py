@@ -138,7 +138,7 @@ def check_resumable(job: TrainingJob, earlier: EarlierJob) -> None:
     """
     config = job.config(world_size=1)
     states = (state_of(earlier.job), state_of(job))
-    with job.source.running():
+    with job.source.user_errors():
         job.source.module("config").check_resumable(*states)
     step = earlier.description.checkpoint_step or 0
     total = total_steps(asdict(config))

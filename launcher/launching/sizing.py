@@ -90,7 +90,7 @@ def with_logged_size(request: Request, size: float, length: TextLength) -> Reque
 def with_size(request: Request, size: float, length: TextLength) -> Request:
     """The request with the hyperparameters of a size, but for those that it sets itself."""
     n_ranks = backend_class(request.instance or "").count_ranks(request)
-    with request.source.running():
+    with request.source.user_errors():
         sizes = request.source.module("sizes")
         values = sizes.hyperparameters_for_size(size, length.n_tokens, length.is_of_chats, n_ranks)
     if not has_tuned_rates(request):
@@ -127,7 +127,7 @@ def gains_by_generations(size: float, readings: float) -> bool:
 
 def has_tuned_rates(request: Request) -> bool:
     """True if the rates of sizes are for the optimizer of a request."""
-    with request.source.running():
+    with request.source.user_errors():
         config = request.source.module("config")
         return bool(config.has_tuned_rates(request.hyperparameters.get("optimizer")))
 
@@ -147,7 +147,7 @@ def largest_readable(sizes: Sequence[float], request: Request, n_tokens: int) ->
     A size needs a number of tokens, and may read the text several times for it.
     """
     largest = sizes[0]
-    with request.source.running():
+    with request.source.user_errors():
         dial = request.source.module("sizes")
         for size in sizes:
             is_limited = 1 < size <= LARGEST_MEASURED
