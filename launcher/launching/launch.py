@@ -166,7 +166,8 @@ def check_device(job: TrainingJob, is_explicit: bool, earlier: EarlierJob | None
 
 
 def check_models(draft: Draft) -> None:
-    """Raise InputError if a model has no ids for a text, or a teacher cannot teach the run."""
+    """Raise InputError if the tokens of a model are not those of a text, or if the context of the
+    teacher is shorter than that of the run."""
     for model in draft.models.values():
         for text in draft.texts.values():
             model.check_known(text)
