@@ -43,7 +43,7 @@ def check_text(pilots: Mapping[float, Pilot], ids: Tensor, unit: str) -> None:
         raise InputError(f"no forecast: {problem}")
 
 
-def problem_of(law: TextLaw, is_packaged: bool) -> str:
+def problem_of_law(law: TextLaw, is_packaged: bool) -> str:
     """Why a law does not say what larger models lose on its text, or ''.
 
     is_packaged: the pilots are of the training folder as it is packaged.

@@ -117,7 +117,7 @@ class LocalClock:
     def placement(self, size: float) -> LocalPlacement:
         """The processes and the GPUs of a job of a size on this machine."""
         job = TrainingJob(data="file:///", hyperparameters=self.sizes.hyperparameters(size))
-        job._source = self.sizes.source
+        job._source = self.sizes.training_folder
         return plan_processes(job)
 
     def first_steps(self, size: float, n_steps: int) -> Trial:
@@ -142,7 +142,7 @@ class LocalClock:
             return recorded
         if is_busy():
             return None
-        [(_, pilot)] = run_trials([trial], self.corpus, self.sizes.source, 1)
+        [(_, pilot)] = run_trials([trial], self.corpus, self.sizes.training_folder, 1)
         if is_busy():
             return None
         self.ledger.add_pilot(trial.name, pilot)

@@ -18,14 +18,14 @@ from sm_nanogpt.launcher.forecast.checks import (
     check_text,
     describe_losses,
     has_lowest,
-    problem_of,
+    problem_of_law,
     problem_of_validation,
     up_to_lowest,
 )
 from sm_nanogpt.launcher.forecast.clock import LocalClock, LocalTimes
 from sm_nanogpt.launcher.forecast.law import MeasuredRun, TextLaw, shared
 from sm_nanogpt.launcher.forecast.pilots import (
-    SMALLEST,
+    MIN_TRAINING_TOKENS,
     STEP_OVERHEAD,
     WRITTEN,
     PlannedPilot,
@@ -48,27 +48,30 @@ Z = 1.2816  # standard deviations to either side hold 80 %
 class Forecaster:
     """Forecasts for one text and one training folder.
 
-    The ledger at `path` keeps what was run. report gets a line for each run that ends. n_tokens is
-    the length of the training text, of which the corpus may have only the beginning.
+    The ledger at ledger_path keeps the pilots and the forecasts. report gets a line for each run
+    that ends. n_tokens is the length of the training text; None: the corpus has all of it. Raises
+    InputError if the text is too short for pilots.
     """
 
     def __init__(
         self,
         corpus: Corpus,
-        source: Source,
-        path: Path,
+        training_folder: Source,
+        ledger_path: Path,
         report: Callable[[str], None],
-        n_tokens: int = 0,
+        n_tokens: int | None = None,
     ) -> None:
         self.corpus = corpus
-        self.source = source
+        self.training_folder = training_folder
         self.report = report
-        self.ledger = ForecastLedger(path)
-        self.sizes = Sizes(source, max(n_tokens, len(corpus.train)), len(corpus.tokenizer))
+        if n_tokens is None:
+            n_tokens = len(corpus.train)
+        self.sizes = Sizes(training_folder, n_tokens, len(corpus.tokenizer))
         self.unit = corpus.tokenizer.unit
-        if self.sizes.n_tokens < SMALLEST:
+        if self.sizes.n_tokens < MIN_TRAINING_TOKENS:
             problem = f"{self.sizes.n_tokens:,} {self.unit} to train on are too few for pilots"
-            raise InputError(f"no forecast: {problem}; it takes {SMALLEST:,}")
+            raise InputError(f"no forecast: {problem}; it takes {MIN_TRAINING_TOKENS:,}")
+        self.ledger = ForecastLedger(ledger_path)
 
     def forecast(
         self, text: str, instances: Sequence[InstanceType], ceiling: float | None
@@ -84,7 +87,7 @@ class Forecaster:
             run = self.sizes.run(planned.size, planned.n_tokens)
             runs.append(replace(run, loss=pilot.loss))
         law = shared().of_text(runs)
-        problem = problem_of(law, self.source.is_packaged)
+        problem = problem_of_law(law, self.training_folder.is_packaged)
         limit = MAX_COMPUTE * sum(run.compute for run in runs)
         candidates = [size for size in TABLE_SIZES if self.sizes.run(size).compute <= limit]
         losses = self.losses(whole_pilots, law, problem, candidates)
@@ -142,7 +145,7 @@ class Forecaster:
         time_left = TimeLeft(sum(works[trial.name] for trial in missing), cores())
         if missing:
             self.report(f"{len(missing)} to run, {cores()} at a time")
-        for trial, pilot in run_trials(missing, self.corpus, self.source, cores()):
+        for trial, pilot in run_trials(missing, self.corpus, self.training_folder, cores()):
             n_ended += 1
             time_left.note_end(works[trial.name], pilot.seconds)
             self.ledger.add_pilot(trial.name, pilot)  # before it is reported

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 FIELDS = {"instance", "data", "validation", "entry_point"}  # of a request
 MAX_JOBS = 200  # the newest, which are asked for their speed
 MAX_REPEATED = 0.5  # share of a validation text
+LONG_CONTEXT = 4.0  # a size whose context is as long as that of any size
 
 
 def forecast(
@@ -54,18 +55,20 @@ def forecast(
         raise InputError("a forecast is for all sizes, without it", field=other_fields[0])
     request = with_training_folder(request)
     texts = find_texts(request, settings, settings)
-    path = forecast_path(request, texts, settings)
+    ledger_path = forecast_path(request, texts, settings)
     for channel in texts.values():
         problem = why_not_forecast(channel)
         if problem:
             raise InputError(f"{channel.shown}: {problem}")
     check_repeats(texts)
-    assert path is not None
+    assert ledger_path is not None  # as each text has an upload
     corpus = corpus_of(texts, settings)
     upload = texts["data"].upload
-    n_tokens = upload.train_tokens if upload is not None else 0
-    forecaster = Forecaster(corpus, request.source, path, report, n_tokens)
-    check_texts(texts, forecaster.sizes.config(4))
+    n_tokens = None
+    if upload is not None and upload.train_tokens:  # of tokens, the corpus has the beginning
+        n_tokens = upload.train_tokens
+    forecaster = Forecaster(corpus, request.source, ledger_path, report, n_tokens)
+    check_texts(texts, forecaster.sizes.config(LONG_CONTEXT))
     instances = known_instances(request, len(corpus.tokenizer), settings)
     return forecaster.forecast(texts["data"].shown, instances, max_cost)
 
@@ -104,7 +107,7 @@ def known_instances(
         if not backend_class(job.instance).bills or job.instance_count > 1:
             continue
         if job.instance not in measured:
-            vocabulary = partial(vocabulary_of, job.data, settings, vocabulary_size)
+            vocabulary = partial(vocabulary_size_of, job.data, settings, vocabulary_size)
             instance = speed_of(job, request.source, vocabulary)
             if instance is not None:
                 measured[job.instance] = instance
@@ -119,7 +122,7 @@ def known_instances(
     return instances
 
 
-def vocabulary_of(uri: str, settings: Settings, default: int) -> int:
+def vocabulary_size_of(uri: str, settings: Settings, default: int) -> int:
     """How many different characters or tokens an upload has; the default if that is unknown."""
     upload = known_upload(uri, settings)
     return default if upload is None else upload.vocabulary_size or default

@@ -15,22 +15,22 @@ class Sizes:
     a number of tokens are about a part of the text of that length; by default, about all of it.
     """
 
-    def __init__(self, source: Source, n_tokens: int, vocabulary_size: int) -> None:
-        self.source = source
+    def __init__(self, training_folder: Source, n_tokens: int, vocabulary_size: int) -> None:
+        self.training_folder = training_folder
         self.n_tokens = n_tokens
         self.vocabulary_size = vocabulary_size
 
     def hyperparameters(self, size: float, n_tokens: int | None = None) -> dict[str, Any]:
         """The hyperparameters of a run."""
-        sizes = self.source.module("sizes")
-        with self.source.user_errors():
+        sizes = self.training_folder.module("sizes")
+        with self.training_folder.user_errors():
             return dict(sizes.hyperparameters_for_size(size, n_tokens or self.n_tokens))
 
     def config(self, size: float, n_tokens: int | None = None) -> Any:
         """The folder's Config of a run."""
-        config_class = self.source.module("config").Config
+        config_class = self.training_folder.module("config").Config
         values = self.hyperparameters(size, n_tokens)
-        with self.source.user_errors():
+        with self.training_folder.user_errors():
             return config_class(**values)
 
     def run(self, size: float, n_tokens: int | None = None) -> MeasuredRun:
@@ -41,7 +41,7 @@ class Sizes:
 
     def step_work(self, config: Any) -> float:
         """The operations of a step."""
-        return step_work(config, self.vocabulary_size)
+        return operations_of_step(config, self.vocabulary_size)
 
     def work(self, size: float) -> float:
         """The operations of a run."""
@@ -49,7 +49,7 @@ class Sizes:
         return self.step_work(config) * float(config.max_steps)
 
 
-def step_work(config: Any, vocabulary_size: int) -> float:
+def operations_of_step(config: Any, vocabulary_size: int) -> float:
     """The operations of a step: for each token 6 for a parameter, and those of attention."""
     head = vocabulary_size * config.n_embd
     attention = config.n_layer * config.n_embd * config.block_size

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sm_nanogpt.launcher.description import JobDescription
-from sm_nanogpt.launcher.forecast.sizes import step_work
+from sm_nanogpt.launcher.forecast.sizes import operations_of_step
 from sm_nanogpt.launcher.sagemaker.cost import OVERHEAD_SECONDS
 from sm_nanogpt.launcher.source import Source
 
@@ -61,5 +61,5 @@ def speed_of(
         return None
     step_seconds = config.batch_size * config.block_size / tokens_per_second
     around = max(0.0, job.ended - job.started - config.max_steps * step_seconds)
-    flops = step_work(config, vocabulary_size()) / step_seconds
+    flops = operations_of_step(config, vocabulary_size()) / step_seconds
     return InstanceType(job.instance, flops, around, job_id=job.job_id)

@@ -65,7 +65,7 @@ def fit_sizes(request: Request, texts: Texts, page_limits: Sequence[int]) -> lis
 
 def page_bytes(config: Any, texts: Texts) -> int:
     """The bytes of the page of a model, rounded to PLANNED_BITS; hardly ever it has more."""
-    n_rows, row_bytes = vocabulary_of(texts)
+    n_rows, row_bytes = vocabulary_rows(texts)
     embedding = (config.vocab_size or n_rows) * config.n_embd
     n_embeddings = 1 if config.tie_embeddings else 2
     n_weights = config.matrix_parameters + n_embeddings * embedding
@@ -76,7 +76,7 @@ def page_bytes(config: Any, texts: Texts) -> int:
     return EMPTY_PAGE + round(model_bytes * 4 / 3)  # base64 writes four bytes for three
 
 
-def vocabulary_of(texts: Texts) -> tuple[int, int]:
+def vocabulary_rows(texts: Texts) -> tuple[int, int]:
     """How many characters or tokens texts have, and the bytes of one in a page."""
     upload = texts["data"].upload
     assert upload is not None  # or text_length would have raised

@@ -72,7 +72,7 @@ def check_upload(upload: Upload, shown: str, config: Any, part: str) -> None:
     if not upload.train_tokens and getattr(config, "mask_documents", False):
         problem = "mask_documents needs tokens, whose documents have an end"
         raise InputError(f"{shown}: {problem}", "needs-ends")
-    problem = problem_of(upload, config, part)
+    problem = problem_of_upload(upload, config, part)
     if problem:
         raise InputError(f"{shown}: {problem}")
 
@@ -129,7 +129,7 @@ def files_of(channel: Channel) -> tuple[File, ...]:
     return tuple(File(name, directory / name) for name in upload.files)
 
 
-def problem_of(upload: Upload, config: Any, part: str) -> str:
+def problem_of_upload(upload: Upload, config: Any, part: str) -> str:
     """Why a run of this config refuses a text, or ''; part as for check_upload."""
     if upload.train_tokens and part:
         return "it holds tokens, with their own validation part; leave validation out"

@@ -48,7 +48,7 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
 def read_answer(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
     status = raw["TrainingJobStatus"]
     checkpoint_uri = raw.get("CheckpointConfig", {}).get("S3Uri")
-    channels = channels_of(raw)
+    channels = uris_of_channels(raw)
     transitions = raw.get("SecondaryStatusTransitions", [])
     resources = raw["ResourceConfig"]
     warm_pool = raw.get("WarmPoolStatus", {})
@@ -85,7 +85,7 @@ def read_answer(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescript
     )
 
 
-def channels_of(raw: dict[str, Any]) -> dict[str, str]:
+def uris_of_channels(raw: dict[str, Any]) -> dict[str, str]:
     """The URIs of the channels, by name."""
     channels = {}
     for channel in raw.get("InputDataConfig", []):

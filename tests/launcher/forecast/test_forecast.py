@@ -29,7 +29,7 @@ from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.forecast import clock, forecasting, pilots
 from sm_nanogpt.launcher.forecast import forecaster as forecaster_module
 from sm_nanogpt.launcher.forecast import pilots as pilots_module
-from sm_nanogpt.launcher.forecast.checks import best_size, has_lowest, problem_of, up_to_lowest
+from sm_nanogpt.launcher.forecast.checks import best_size, has_lowest, problem_of_law, up_to_lowest
 from sm_nanogpt.launcher.forecast.forecaster import Forecaster
 from sm_nanogpt.launcher.forecast.law import Law, MeasuredRun, shared
 from sm_nanogpt.launcher.forecast.pilots import PlannedPilot, TimeLeft, Trial, pilots_of, trials_of
@@ -452,7 +452,7 @@ def test_a_text_with_nothing_left_to_learn_is_not_forecast():
         tokens = config.max_steps * config.batch_size * config.block_size
         runs.append(MeasuredRun(config.matrix_parameters, tokens, unique, losses[size] * overfit))
     law = shared().of_text(runs)
-    assert "larger models gain less" in problem_of(law, is_packaged=True)
+    assert "larger models gain less" in problem_of_law(law, is_packaged=True)
 
 
 def unlike(trials: Sequence[Trial], *args: Any) -> Iterator[tuple[Trial, Pilot]]:
@@ -501,7 +501,7 @@ def test_a_folder_that_compute_does_not_help_is_not_forecast(forecaster):
     runs = []
     for size in sizes:
         runs.append(replace(forecaster.sizes.run(size, 10**6), loss=1.5 - 0.004 * size))
-    assert "compute is worth" in problem_of(shared().of_text(runs), is_packaged=True)
+    assert "compute is worth" in problem_of_law(shared().of_text(runs), is_packaged=True)
 
 
 def test_a_short_text_is_not_forecast(tmp_path):
