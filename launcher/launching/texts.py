@@ -17,19 +17,21 @@ from sm_nanogpt.launcher.text.store import Upload, find_text, last_upload
 
 logger = logging.getLogger(__name__)
 
-# A text may be read so often before another reading is worth much less than new text
+# After so many readings of a text, another one is worth much less than new text
 # (arXiv:2305.16264).
 READINGS = 4
-# Readings before a warning. `cpu` and `quick` have their best model of texts of 5 to 100 kB at the
-# third to seventh reading; after eleven, val_loss is 30 % higher, after 17, 80 %. `baby`, whose
-# weights decay, reads tiny Shakespeare 16 times, and does not memorize it.
+# A run that reads its text more often is warned. On texts of 5 to 100 kB, `cpu` and `quick` have
+# their best model at the third to seventh reading; after eleven readings val_loss is 30 % higher,
+# and after 17 it is 80 % higher. `baby`, whose weights decay, reads tiny Shakespeare 16 times and
+# does not memorize it.
 MAX_READINGS = 8
 MAX_READINGS_IF_REGULARIZED = 20
-# Tokens of conversations for a new model, which has to learn the language from them, too. From as
-# much plain text, a model learns hardly more than spelling: tiny Shakespeare has 320,000 tokens.
+# A new model needs at least so many tokens of conversations, since it has to learn the language
+# from them, too. From as much plain text, a model learns hardly more than spelling: tiny
+# Shakespeare has 320,000 tokens.
 FEW_CHAT_TOKENS = 200_000
-PARTS = {"data": "training", "validation": "validation"}  # of a text, by the field of a job
-FEW_READINGS = 4  # of a text: after 1.8 a larger model gains more than a second generation
+PARTS = {"data": "training", "validation": "validation"}  # part of the text, by field of a job
+FEW_READINGS = 4  # after 1.8 readings, a larger model gains more than a second generation
 
 
 def find_texts(request: Request, settings: Settings, job_settings: Settings) -> dict[str, Channel]:
@@ -47,10 +49,15 @@ def find_texts(request: Request, settings: Settings, job_settings: Settings) -> 
 
 
 def check_texts(channels: Texts, config: Any) -> None:
-    """Raise InputError if a run of this config would refuse the texts. Warn of equal ones."""
+    """Raise InputError if a run of this config would refuse the texts.
+
+    Warns of conversations that are longer than the context, of a validation text that is also the
+    training text, and of one that the training text contains in large part.
+    """
+    holds_both_parts = len(channels) == 1
     for name, channel in channels.items():
         if channel.upload is not None:
-            part = PARTS[name] if len(channels) > 1 else ""
+            part = "" if holds_both_parts else PARTS[name]
             with about(name, channel.shown):
                 check_upload(channel.upload, channel.shown, config, part)
             warn_of_long_conversations(channel.upload, config.block_size)
@@ -103,9 +110,11 @@ def warn_of_few_conversations(upload: Upload) -> None:
 
 
 def repeated_share_of(channels: Texts) -> float | None:
-    """The share of the validation text that stands in the training text; None if not known.
+    """The share of the validation text, 0 to 1, that the training text contains; None if it was
+    not measured.
 
-    It is not known of texts on S3, but for those that hold their own validation part.
+    For one text, its upload has recorded it. Two texts are compared here, if both are plain text on
+    this machine.
     """
     data = channels["data"]
     validation = channels.get("validation")
@@ -119,7 +128,7 @@ def repeated_share_of(channels: Texts) -> float | None:
 
 
 def files_of(channel: Channel) -> tuple[File, ...]:
-    """The files of a plain text on this machine; none if it is elsewhere, or tokens."""
+    """The files of a plain text on this machine; () for a text on S3, or of tokens."""
     if channel.sources:
         return tuple(channel.sources)
     directory = storage.local_path(channel.uri)
@@ -209,8 +218,10 @@ def steps_for(config: Any, n_tokens: int) -> int:
 
 
 def tokens_to_read(upload: Upload) -> int:
-    """The tokens or characters of a text that a run reads, by rows: those of conversations may be
-    half empty."""
+    """The tokens or characters that a run counts when it reads a text once.
+
+    A run counts whole rows, and those of conversations may be half empty.
+    """
     rows_per_text = 2 if upload.chats else 1
     return rows_per_text * upload.n_training
 
@@ -221,11 +232,11 @@ def readings_of(config: Any, n_tokens: int) -> float:
 
 
 def remedy_for_readings(request: Request, steps: int) -> dict[str, object]:
-    """The code and the facts of what helps a run that reads its text too often; empty if nothing
-    is open. `steps` read the text READINGS times.
+    """The code and the facts of the remedy for a run that reads its text too often; {} if the user
+    can change nothing. In `steps` the run reads the text READINGS times.
     """
     if request.resume is not None or SEARCH_VARIABLE in request.environment:
-        return {}  # its text and its size are those of its beginning
+        return {}  # the job that began it chose text and size
     if request.init_from is not None or "max_steps" in request.hyperparameters:
         return {"code": "fewer-steps", "steps": steps, "n": READINGS}
     if request.has_open_size:

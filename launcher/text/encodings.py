@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import IO
@@ -13,11 +13,11 @@ from typing import IO
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.text.unpacking import CHUNK, ChunkedFile
 
-SAMPLE = 1 << 22  # bytes after a fault that are read to judge it
-GUESS_BYTES = 1 << 16  # of which an encoding is guessed
+SAMPLE = 1 << 22  # bytes that are read behind a fault to judge it
+GUESS_BYTES = 1 << 16  # the bytes by which an encoding is guessed
 
-# Those in which people have texts, by Python's names. Of all that charset_normalizer knows, it
-# often prefers a rare one.
+# The encodings that people use, by Python's names. If charset_normalizer may choose among all that
+# it knows, it often prefers a rare one.
 ENCODINGS = (
     *("cp1252", "cp1250", "cp1251", "koi8_r", "cp866", "cp1253", "cp1254", "cp1255", "cp1256"),
     *("mac_roman", "gb18030", "big5", "cp932", "euc_jp", "cp949", "utf_16_le", "utf_16_be"),
@@ -88,7 +88,7 @@ class TextDecoder:
 def read_text(file: IO[bytes], name: object, size: int) -> Iterator[tuple[bytes, str]]:
     """Yield a UTF-8 text in chunks of `size` bytes, each with the characters that end in it.
 
-    name is that of the file in errors. Raises InputError where it is not UTF-8, or has a zero.
+    name: what errors call the file. Raises InputError if the text is not UTF-8, or has a zero.
     """
     decoder = TextDecoder(file, name, "utf-8")
     position = 0  # bytes
@@ -106,7 +106,7 @@ def read_text(file: IO[bytes], name: object, size: int) -> Iterator[tuple[bytes,
 
 
 def as_utf8(file: IO[bytes], name: object, encoding: str = "utf-8") -> io.BufferedReader:
-    """A text in some encoding, as UTF-8. Reading raises InputError where it is not in it."""
+    """A text of this encoding, as UTF-8. Reading raises InputError at bytes of another encoding."""
 
     def make_chunks(file: IO[bytes]) -> Iterator[bytes]:
         decoder = TextDecoder(file, name, encoding)
@@ -126,7 +126,7 @@ def as_utf8(file: IO[bytes], name: object, encoding: str = "utf-8") -> io.Buffer
 class EncodingFault:
     """A byte at which a text is not in its encoding."""
 
-    content: bytes  # of the text, from some place before the byte
+    content: bytes  # a part of the text, which begins before the byte
     index: int  # of the byte in the content
     encoding: str = "utf-8"
     cursor: Cursor | None = None  # where the byte is; None: in the only line of the content
@@ -149,7 +149,7 @@ class EncodingFault:
 def with_zero(name: object, content: bytes, zero: int, cursor: Cursor, position: int) -> InputError:
     """The error for a text with a zero: it is UTF-16, it has some zeros, or it is binary.
 
-    zero is the index of the zero in the content, whose position in its file is given.
+    zero is the index of the zero in `content`, which begins at byte `position` of its file.
     """
     guesses = guess_encodings(content[:GUESS_BYTES])
     if guesses and guesses[0].startswith("utf_16"):
@@ -167,8 +167,8 @@ def not_text(name: object, fault: EncodingFault) -> InputError:
     """The error for a text that is not in its encoding, with the one that it may have."""
     encoding = fault.encoding.removesuffix("-sig")
     if encoding == "utf-8":
-        error = nearly_utf8(name, fault)
-        if error:
+        error = error_if_nearly_utf8(name, fault)
+        if error is not None:
             return error
     begin = fault.line_begin
     line = replace(fault, content=fault.content[begin:], index=fault.index - begin)
@@ -176,32 +176,44 @@ def not_text(name: object, fault: EncodingFault) -> InputError:
     return in_another_encoding(f"{name}: is not {encoding.upper()} text ({fault})", line, guesses)
 
 
-def nearly_utf8(name: object, fault: EncodingFault) -> InputError | None:
-    """The error for a text that is UTF-8 but for a few bytes, or None if it is something else.
+def error_if_nearly_utf8(name: object, fault: EncodingFault) -> InputError | None:
+    """The error for a text that is UTF-8 except for a few bytes; None for any other text.
 
-    Another encoding would spoil such a text. One with a byte order mark is UTF-8 by its own word.
+    To read such a text in another encoding would spoil it.
     """
-    text = fault.content.decode("utf-8", "surrogateescape")
+    text = fault.content.decode("utf-8", "surrogateescape")  # a faulty byte: \udc80 to \udcff
     faulty_parts = list(re.finditer("[\udc80-\udcff]+", text))
-    n_faulty = sum(len(part[0]) for part in faulty_parts)
+    n_faulty = sum(len(part[0]) for part in faulty_parts)  # bytes
     n_valid = fault.n_beyond_ascii + len(re.findall("[\x80-\ud7ff\ue000-\U0010ffff]", text))
+
     n_surrogates = len(re.findall(SURROGATE, fault.content))
-    if n_surrogates and n_faulty - 3 * n_surrogates <= n_valid:
+    n_other_faults = n_faulty - 3 * n_surrogates  # a surrogate has three bytes
+    if n_surrogates and n_other_faults <= n_valid:
         problem = f"has surrogates ({fault}), as databases and Java write in CESU-8"
         return InputError(f"{name}: {problem}", "mend-surrogates")
-    is_marked = fault.encoding == "utf-8-sig"
-    if n_faulty >= n_valid and not is_marked:
+
+    has_mark = fault.encoding == "utf-8-sig"
+    is_mostly_valid = n_valid > n_faulty
+    if not (has_mark or is_mostly_valid):
         return None
+    n_lines = count_faulty_lines(text, faulty_parts)
+    lines = "one line" if n_lines == 1 else f"{n_lines:,} lines, the first"
+    mark = "has the byte order mark of UTF-8, and " if has_mark else ""
+    return InputError(f"{name}: {mark}is UTF-8 except for {lines} ({fault})", "mend-utf8")
+
+
+def count_faulty_lines(text: str, faulty_parts: Sequence[re.Match[str]]) -> int:
+    """Count the lines of a text that have faulty parts.
+
+    A part at the end of the text does not count: the text is a sample, which may end inside a
+    character.
+    """
     n_lines = 1
     for previous, part in pairwise(faulty_parts):
-        is_cut = part.start() >= len(text) - 3  # a sample may end inside a character
-        if "\n" in text[previous.end() : part.start()] and not is_cut:
+        is_at_end = part.start() >= len(text) - 3
+        if "\n" in text[previous.end() : part.start()] and not is_at_end:
             n_lines += 1
-    lines = "one place" if n_lines == 1 else f"{n_lines:,} lines, the first"
-    if is_marked:
-        problem = f"has the byte order mark of UTF-8, and is UTF-8 but for {lines} ({fault})"
-        return InputError(f"{name}: {problem}", "mend-utf8")
-    return InputError(f"{name}: is UTF-8 but for {lines} ({fault})", "mend-utf8")
+    return n_lines
 
 
 def in_another_encoding(problem: str, fault: EncodingFault, guesses: list[str]) -> InputError:

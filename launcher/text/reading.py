@@ -172,7 +172,7 @@ def guess_format(text: str, file: File) -> Format:
 def is_utf8_file(file: File, encoding: str) -> bool:
     """True if a file is UTF-8; ASCII alone may also stand for other characters of `encoding`.
 
-    Raises InputError if it is UTF-8 but for a few bytes, which another encoding would spoil.
+    Raises InputError if it is UTF-8 except for a few bytes: another encoding would spoil it.
     """
     has_zeros = re.match("utf.?(16|32)", encoding, re.IGNORECASE)  # which are no text here
     is_same = True

@@ -45,8 +45,8 @@ def cesu8(text: str) -> bytes:
 
 
 FAULTS = {
-    "a pasted line": (PASTED, "UTF-8 but for one place (line 21, column 2: byte 0x92)"),
-    "two pasted lines": (PASTED + b"\xe9t\xe9\n", "UTF-8 but for 2 lines, the first (line 21, "),
+    "a pasted line": (PASTED, "UTF-8 except for one line (line 21, column 2: byte 0x92)"),
+    "two pasted lines": (PASTED + b"\xe9t\xe9\n", "UTF-8 except for 2 lines, the first (line 21, "),
     "surrogates": (cesu8("The lamp.\n"), "has surrogates (line 2, column 1: byte 0xed)"),
     "a cut": (ACCENTS.encode() + b"\xc3", "it ends inside a character, at line 21, column 1"),
     "a zero": (b"The lamp.\na\0b\n" + ACCENTS.encode(), "a zero at byte 11 (line 2, column 2)"),
@@ -92,7 +92,7 @@ def test_a_text_with_the_mark_of_utf8_is_no_other_encoding(tmp_path):
     content = codecs.BOM_UTF8 + b"To be or not.\n" * 100_000 + b"caf\xe9\n"  # in another chunk
     (tmp_path / "a.txt").write_bytes(content)
     file = detect_file(tmp_path / "a.txt")
-    with pytest.raises(InputError, match=r"mark of UTF-8, .* but for one place") as refused:
+    with pytest.raises(InputError, match=r"mark of UTF-8, .* except for one line") as refused:
         "".join(read_pieces(file))
     assert refused.value.code == "mend-utf8"
 
@@ -101,7 +101,7 @@ def test_a_bad_byte_in_read_json_lines_is_no_other_encoding():
     record = json.dumps({"text": ACCENTS}, ensure_ascii=False).encode()
     with pytest.raises(InputError) as refused:
         list(read_json_lines(io.BytesIO(record + b'\n{"text": "a \x92"}'), "a.jsonl", "text"))
-    assert str(refused.value).startswith("a.jsonl:2: is UTF-8 but for one place (column 13: ")
+    assert str(refused.value).startswith("a.jsonl:2: is UTF-8 except for one line (column 13: ")
     assert refused.value.code == "mend-utf8"
 
 
