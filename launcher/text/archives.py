@@ -1,4 +1,4 @@
-"""Chats in zip archives, in which programs export them; a file is known by what is in it."""
+"""Read zip archives of exported chats. The format of a file in them follows from its content."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import IO
 
 from sm_nanogpt.launcher.errors import InputError
-from sm_nanogpt.launcher.text.messengers import names_of_people, talks_in
-from sm_nanogpt.launcher.text.records import number_talks
+from sm_nanogpt.launcher.text.messengers import parse_slack_people, talks_in_json
+from sm_nanogpt.launcher.text.records import with_positions
 from sm_nanogpt.launcher.text.talks import Talk
 from sm_nanogpt.launcher.text.unpacking import Unpacking
 from sm_nanogpt.launcher.text.whatsapp import WHATSAPP_START, read_whatsapp
@@ -24,21 +24,22 @@ logger = logging.getLogger(__name__)
 
 SNIFF_BYTES = 512
 JSON_START = rb"(\xef\xbb\xbf)?\s*[\[{]"
-EMPTY_LIST_BYTES = 2  # of [], as Slack has for what a workspace lacks
+EMPTY_LIST_BYTES = 2  # the length of [], which Slack exports for what a workspace lacks
 OTHER_FILE = "other file of the archive"
 UNPACK = "unpack it: `unzip {path}`"
 
 
-def read_zip(file: IO[bytes], name: str, column: str) -> Iterator[tuple[str, Talk]]:
-    """Yield the talks of the exports in an archive, by the names of their files.
+def read_zip(file: IO[bytes], name: str) -> Iterator[tuple[str, Talk]]:
+    """Yield the talks of the exports in an archive, each with its position, in the order of file
+    names.
 
-    Raises InputError if there is none, or the archive is damaged or encrypted.
+    Raises InputError if there is no export, or the archive is damaged or encrypted.
     """
     archive = Archive(file, name)
     other_files = Talk()
     n_exports = 0
     for entry in archive.entries:
-        talks = archive.talks_of(entry, column)
+        talks = archive.read_export(entry)
         if talks is None:
             if entry.file_size > EMPTY_LIST_BYTES:
                 other_files.left_out[OTHER_FILE] += 1
@@ -57,7 +58,7 @@ def read_zip(file: IO[bytes], name: str, column: str) -> Iterator[tuple[str, Tal
 class Archive:
     """A zip archive, whose files are read one by one.
 
-    unreadable has a sentence about each file that should be JSON by its name, and is none.
+    unreadable has a message about each file whose name ends in .json and which is no JSON.
     """
 
     def __init__(self, file: IO[bytes], name: str) -> None:
@@ -76,28 +77,28 @@ class Archive:
 
     @property
     def entries(self) -> list[zipfile.ZipInfo]:
-        """The files in the archive, by their names."""
+        """The files in the archive, in the order of their names."""
         entries = [entry for entry in self.archive.infolist() if not entry.is_dir()]
         return sorted(entries, key=lambda entry: entry.filename)
 
-    def talks_of(self, entry: zipfile.ZipInfo, column: str) -> list[tuple[str, Talk]] | None:
-        """The talks of a file and their positions; None if no known program exported it."""
-        shown = f"{self.name}, {entry.filename}"
+    def read_export(self, entry: zipfile.ZipInfo) -> list[tuple[str, Talk]] | None:
+        """Read the talks of a file, each with its position; None for any other file."""
+        file_label = f"{self.name}, {entry.filename}"
         beginning = self.read(entry, SNIFF_BYTES)
         if re.match(WHATSAPP_START, beginning):
-            return list(read_whatsapp(io.BytesIO(self.read(entry)), shown, column))
+            return list(read_whatsapp(io.BytesIO(self.read(entry)), file_label))
         if not re.match(JSON_START, beginning):
             return None
-        talks = talks_in(self.read_json(entry, shown), shown)
+        talks = talks_in_json(self.read_json(entry, file_label), file_label)
         if talks is None:
             return None
         for talk in talks:
             if talk.people_file:
                 talk.name_people(self.people_beside(entry, talk.people_file))
-        return list(number_talks(talks, shown))
+        return list(with_positions(talks, file_label))
 
     def read(self, entry: zipfile.ZipInfo, size: int = -1) -> bytes:
-        """The first bytes of a file, or all."""
+        """Read the first `size` bytes of a file; by default all."""
         if size < 0:
             Unpacking(self.name, entry.compress_size).add(entry.file_size)
         try:
@@ -109,20 +110,23 @@ class Archive:
             problem = "is encrypted, or compressed in a way that Python does not know"
             raise self.error(problem, UNPACK) from None
 
-    def read_json(self, entry: zipfile.ZipInfo, shown: str) -> object:
-        """The value of a file; None if it is no JSON."""
+    def read_json(self, entry: zipfile.ZipInfo, file_label: str) -> object:
+        """Read a file as JSON; None if it is none. file_label: what errors call the file."""
         try:
             return json.loads(self.read(entry))
         except (ValueError, RecursionError) as error:
             if entry.filename.lower().endswith(".json"):
-                self.unreadable.append(f"{shown}: not JSON that can be read ({error})")
+                self.unreadable.append(f"{file_label}: not JSON that can be read ({error})")
             return None
 
     def people_beside(self, entry: zipfile.ZipInfo, people_file: str) -> dict[str, str]:
-        """The names of people by their ids, from the file that Slack exports for them."""
+        """Read the names of people, by id, from Slack's list of people.
+
+        people_file is its path, relative to the directory of `entry`. {} if the archive lacks it.
+        """
         path = posixpath.join(posixpath.dirname(entry.filename), people_file)
         try:
             people = self.archive.getinfo(posixpath.normpath(path))
         except KeyError:
             return {}
-        return names_of_people(self.read(people))
+        return parse_slack_people(self.read(people))

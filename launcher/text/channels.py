@@ -1,4 +1,4 @@
-"""Where a job reads its texts, and these as it reads them."""
+"""Find where a job reads its texts, and read them as the job will."""
 
 from __future__ import annotations
 
@@ -31,24 +31,27 @@ if TYPE_CHECKING:  # they import torch
 
 logger = logging.getLogger(__name__)
 
-LATER_SHARD = re.compile(r"(train|val)-(?!0+\.)\d+\.bin")  # of a part of the tokens, not its first
+LATER_SHARD = re.compile(
+    r"(train|val)-(?!0+\.)\d+\.bin"
+)  # a file of a part of the tokens, other than its first
 
 
 @dataclass(frozen=True)
 class Channel:
     """Where a job reads a text or a model, and what has to be uploaded before."""
 
-    shown: str  # as the user wrote it
+    shown: str  # the location as the user wrote it
     uri: str
-    upload: Upload | None = None  # None: a text on S3 from elsewhere, whose length is unknown
-    sources: list[File] = field(default_factory=list)  # files to upload
+    upload: Upload | None = None  # None: another program put the text on S3; its length is unknown
+    sources: list[File] = field(default_factory=list)  # files of this machine, to be uploaded
 
 
-Texts = Mapping[str, Channel]  # those of a job, by its fields: data, validation
+Texts = Mapping[str, Channel]  # the texts of a job, by its fields `data` and `validation`
 
 
 def find_channel(location: str, settings: Settings) -> Channel:
-    """Find where the job reads a text. A text on this machine is surveyed for its upload.
+    """Find where the job reads a text. A text on this machine is surveyed, so that it can be
+    uploaded.
 
     Raises InputError if no text is there, or SageMaker would copy more than the text.
     """
@@ -90,7 +93,7 @@ def check_whole(upload: Upload, location: str, settings: Settings) -> None:
 def check_text_on_s3(location: str, uri: str, runs_here: bool, settings: Settings) -> None:
     """Raise InputError if no text is at a URI, or SageMaker would copy more than the text.
 
-    It copies all objects whose keys begin with the URI of a channel.
+    SageMaker copies all objects whose keys begin with the URI of a channel.
     """
     files = storage.list_files(uri, settings)
     if not files:
@@ -117,9 +120,10 @@ def channel_to_send(location: str, path: Path, upload: Upload, settings: Setting
 
 
 def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) -> Corpus:
-    """Read texts as a job would, with this config or the default one. Raises InputError.
+    """Read texts as a job would, with this config or the default one.
 
-    If the texts are tokens, it reads only the first file of each part: up to 256 MiB of ids.
+    If the texts are tokens, only the first file of each part is read: up to 256 MiB of ids. Raises
+    InputError.
     """
     from sm_nanogpt.entry_point.config import Config
     from sm_nanogpt.entry_point.container import Container
@@ -140,7 +144,7 @@ def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) ->
 
 @dataclass(frozen=True)
 class Announced:
-    """A progress hook that first logs how many bytes come."""
+    """A progress hook that first logs how many bytes will be copied."""
 
     progress: Progress
     name: str
@@ -154,10 +158,10 @@ class Announced:
 
 
 def fetch_channel(channel: Channel, directory: Path, settings: Settings) -> None:
-    """Copy the text of a channel into a new directory, as its upload would have it."""
+    """Copy the text of a channel into a new directory, with the files that its upload would have."""
     directory.mkdir()
     if not channel.sources:
-        fetch_beginning(channel, directory, settings)
+        fetch_stored_text(channel, directory, settings)
     for file in channel.sources:
         path = directory / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,16 +173,19 @@ def fetch_channel(channel: Channel, directory: Path, settings: Settings) -> None
             shutil.copyfileobj(content, copy, storage.CHUNK_BYTES)
 
 
-def fetch_beginning(channel: Channel, directory: Path, settings: Settings) -> None:
-    """Copy an upload into a directory: of tokens, the first file of each part."""
+def fetch_stored_text(channel: Channel, directory: Path, settings: Settings) -> None:
+    """Copy the files at the URI of a channel into a directory; of tokens, only the first file of
+    each part.
+
+    The URI is that of an upload, or of a text that another program put on S3.
+    """
 
     def is_wanted(name: str) -> bool:
         return LATER_SHARD.fullmatch(name) is None
 
     with byte_progress("fetch") as bar:
-        progress: Progress = bar
-        if storage.local_path(channel.uri) is None:
-            progress = Announced(bar, channel.shown)
+        is_remote = storage.local_path(channel.uri) is None
+        progress: Progress = Announced(bar, channel.shown) if is_remote else bar
         storage.fetch(channel.uri, directory, progress, settings, is_wanted)
     meta = directory / "meta.json"
     if meta.exists():

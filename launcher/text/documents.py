@@ -13,7 +13,7 @@ from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
 from sm_nanogpt.launcher.models.encoder import MAX_PIECE as PIECE
 from sm_nanogpt.launcher.text.encodings import read_text
-from sm_nanogpt.launcher.text.messengers import slack_people
+from sm_nanogpt.launcher.text.messengers import read_slack_people
 from sm_nanogpt.launcher.text.reading import File, open_text
 from sm_nanogpt.launcher.text.records import TextDocument, document_of
 from sm_nanogpt.launcher.text.skipped import Skipped, Unlearnable
@@ -228,7 +228,7 @@ def documents_in(file: File, skipped: Skipped) -> Iterator[TextDocument]:
         for position, record in reader(content, file.shown, file.column):
             if isinstance(record, Talk):
                 if record.people_file:
-                    record.name_people(slack_people(file.path.parent / record.people_file))
+                    record.name_people(read_slack_people(file.path.parent / record.people_file))
                 for turns in skipped.talks.turns_of(record, position, file.me):
                     yield TextDocument(position, True, iter(turns))
                 continue

@@ -27,8 +27,17 @@ from sm_nanogpt.launcher.text.records import (
 from sm_nanogpt.launcher.text.unpacking import Compression, compression_of, without_compression
 from sm_nanogpt.launcher.text.whatsapp import WHATSAPP_START, read_whatsapp
 
-Reader = Callable[[IO[bytes], str, str], Records]  # of a file, its name, the field of its texts
+Reader = Callable[[IO[bytes], str, str], Records]  # takes a file, its name, the field of its texts
 Converter = Callable[[io.BufferedReader], io.BufferedReader]  # a file in UTF-8 to its text
+
+
+def ignoring_column(read: Callable[[IO[bytes], str], Records]) -> Reader:
+    """A reader for exported chats, which have no field for the text."""
+
+    def read_file(file: IO[bytes], name: str, column: str) -> Records:
+        return read(file, name)
+
+    return read_file
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,7 @@ WHATSAPP = Format(
     ".txt",
     magic=WHATSAPP_START,
     help="chats that WhatsApp exported, by their lines",
-    reader=read_whatsapp,
+    reader=ignoring_column(read_whatsapp),
     is_text=True,
 )
 ZIP = Format(
@@ -132,7 +141,7 @@ ZIP = Format(
     ".zip",
     magic=rb"PK\x03\x04",
     help="chats that a program exported",
-    reader=read_zip,
+    reader=ignoring_column(read_zip),
     advice="unpack it: `unzip {path}`",
 )
 XML = Format(

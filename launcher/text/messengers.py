@@ -35,10 +35,10 @@ TELEGRAM_MEDIA = {  # what a field of a message means
 }
 
 
-def talks_in(value: Any, name: str) -> list[Talk] | None:
-    """The talks in the JSON of a file; None if it is no export that is known here.
+def talks_in_json(value: Any, name: str) -> list[Talk] | None:
+    """The talks in the JSON value of a file; None if no program that is known here exported it.
 
-    Raises InputError if an export has another form than it should.
+    Raises InputError if the export of a known program has an unknown form.
     """
     for program, is_export, read in EXPORTS:
         if not is_export(value):
@@ -69,7 +69,7 @@ def is_chatgpt(value: Any) -> bool:
 
 
 def read_chatgpt(conversations: list[Any]) -> Iterator[Talk]:
-    """The branch of each conversation that ChatGPT showed last."""
+    """Yield the branch of each conversation that ChatGPT showed last."""
     for conversation in conversations:
         talk = Talk(answers=ASSISTANT)
         mapping = conversation.get("mapping") if isinstance(conversation, dict) else None
@@ -131,7 +131,7 @@ def read_claude(conversations: list[Any]) -> Iterator[Talk]:
             talk.left_out.update(kind_of_part(part) for part in other_parts)
             for field in ("attachments", "files"):
                 talk.left_out["attached file"] += len(message.get(field) or [])
-        talk.left_out = +talk.left_out  # without those that are 0
+        talk.drop_zero_counts()
         yield talk
 
 
@@ -191,7 +191,7 @@ def telegram_media(message: dict[str, Any]) -> str:
 
 
 def telegram_text(text: Any) -> str:
-    """A text, of which links and such are objects."""
+    """The text of a message, in which Telegram has links and the like as objects."""
     if isinstance(text, str):
         return text
     parts = text if isinstance(text, list) else []
@@ -232,7 +232,7 @@ def read_discord(value: dict[str, Any]) -> Iterator[Talk]:
             if message["content"].strip():
                 name = author.get("nickname") or author.get("name") or author.get("id")
                 talk.add(str(name), message["content"], seconds_of(message))
-    talk.left_out = +talk.left_out  # without those that are 0
+    talk.drop_zero_counts()
     yield talk
 
 
@@ -266,34 +266,34 @@ def read_slack(items: list[Any]) -> Iterator[Talk]:
 
 
 def slack_name(message: dict[str, Any]) -> str:
-    """The name of who wrote a message, or else the id, for which slack_people has a name."""
-    return name_in(message.get("user_profile")) or message.get("user") or "somebody"
+    """The name of the author of a message; without one, the id that name_people replaces."""
+    return name_in_profile(message.get("user_profile")) or message.get("user") or "somebody"
 
 
-def name_in(profile: Any) -> str:
+def name_in_profile(profile: Any) -> str:
     """The name in a profile of Slack, or ''."""
     profile = profile or {}
     return profile.get("display_name") or profile.get("real_name") or ""
 
 
-def slack_people(path: Path) -> dict[str, str]:
-    """The names of people by their ids, from a users.json; empty if it is none, or not there."""
+def read_slack_people(path: Path) -> dict[str, str]:
+    """Read the names of people, by id, from the users.json of Slack; {} if it cannot be read."""
     try:
-        return people_of_version(path, path.stat().st_mtime_ns)
+        return read_slack_people_once(path, path.stat().st_mtime_ns)
     except OSError:
         return {}
 
 
 @lru_cache(maxsize=8)  # the files of all days ask for it
-def people_of_version(path: Path, mtime_ns: int) -> dict[str, str]:
-    """As slack_people; mtime_ns is when the file was last changed."""
-    return names_of_people(path.read_bytes())
+def read_slack_people_once(path: Path, mtime_ns: int) -> dict[str, str]:
+    """As read_slack_people; mtime_ns, when the file was last changed, is for the cache alone."""
+    return parse_slack_people(path.read_bytes())
 
 
-def names_of_people(content: bytes) -> dict[str, str]:
-    """The names of people by their ids, from the content of a users.json; empty if it is none."""
+def parse_slack_people(content: bytes) -> dict[str, str]:
+    """The names of people, by id, in the content of a users.json; {} if it has another form."""
     try:
-        names = {user["id"]: name_in(user.get("profile")) for user in json.loads(content)}
+        names = {user["id"]: name_in_profile(user.get("profile")) for user in json.loads(content)}
     except (AttributeError, LookupError, TypeError, ValueError):
         return {}
     return {user_id: name for user_id, name in names.items() if name}

@@ -19,7 +19,7 @@ from sm_nanogpt.launcher.models.encoder import MAX_PIECE as PIECE
 from sm_nanogpt.launcher.text.chats import FIELDS, may_be_chat, turns_of
 from sm_nanogpt.launcher.text.encodings import EncodingFault, not_text, read_text
 from sm_nanogpt.launcher.text.exports import WHOLE_FILE, is_no_chat, why_no_document
-from sm_nanogpt.launcher.text.messengers import talks_in
+from sm_nanogpt.launcher.text.messengers import talks_in_json
 from sm_nanogpt.launcher.text.tables import read_rows
 from sm_nanogpt.launcher.text.talks import Talk
 from sm_nanogpt.launcher.text.unpacking import CHUNK, Unpacking
@@ -119,11 +119,11 @@ def read_json_lines(file: IO[bytes], name: str, column: str) -> Records:
                 raise InputError(f"{position}: {line_problem(error)}") from None
             yield from records_in(value, name, column)
             return
-        talks = talks_in(record, position) if column == "text" else None
+        talks = talks_in_json(record, position) if column == "text" else None
         if talks is None:
             yield position, record
         else:
-            yield from number_talks(talks, position)
+            yield from with_positions(talks, position)
         is_first = False
         n_beyond_ascii += len(line) - len(text)
 
@@ -154,9 +154,9 @@ def read_json_array(file: IO[bytes], name: str, column: str) -> Records:
 
 def records_in(value: dict[str, Any] | list[Any], name: str, column: str) -> Records:
     """The records in the one value of a file; or its talks, if a messenger exported it."""
-    talks = talks_in(value, name) if column == "text" else None
+    talks = talks_in_json(value, name) if column == "text" else None
     if talks is not None:
-        yield from number_talks(talks, name)
+        yield from with_positions(talks, name)
         return
     if isinstance(value, dict):
         yield f"{name}{WHOLE_FILE}", value
@@ -165,7 +165,8 @@ def records_in(value: dict[str, Any] | list[Any], name: str, column: str) -> Rec
         yield f"{name}, item {number}", item
 
 
-def number_talks(talks: Sequence[Talk], name: str) -> Records:
+def with_positions(talks: Sequence[Talk], name: str) -> Records:
+    """Yield talks with their positions, such as `chats.json, chat 3`."""
     for number, talk in enumerate(talks, 1):
         yield f"{name}, chat {number}", talk
 

@@ -50,6 +50,10 @@ class Talk:
         else:
             self.left_out["message without text"] += 1
 
+    def drop_zero_counts(self) -> None:
+        """Drop the kinds of which nothing was left out."""
+        self.left_out = +self.left_out
+
     def name_people(self, names: Mapping[str, str]) -> None:
         """Put names for the ids of authors, also where a text mentions one, as @U024BE7LH."""
 

@@ -104,7 +104,7 @@ def name_of(author: str) -> str:
     return author.strip("\u200e\u202a\u202c~ \u202f")
 
 
-def read_whatsapp(file: IO[bytes], name: str, column: str) -> Iterator[tuple[str, Talk]]:
+def read_whatsapp(file: IO[bytes], name: str) -> Iterator[tuple[str, Talk]]:
     """Yield the one talk of a text that WhatsApp has exported, of Android or of iOS."""
     talk = Talk()
     text = "".join(part for _, part in read_text(file, name, CHUNK))
@@ -122,7 +122,7 @@ def read_whatsapp(file: IO[bytes], name: str, column: str) -> Iterator[tuple[str
             date = match["date"]
         lines = [line]
     add_whatsapp_message(talk, lines, day)
-    talk.left_out = +talk.left_out  # without those that are 0
+    talk.drop_zero_counts()
     yield name, talk
 
 

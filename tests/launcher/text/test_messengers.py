@@ -12,7 +12,7 @@ from exported import ANDROID, ASKED, conversations
 from sm_nanogpt import InputError
 from sm_nanogpt.launcher.text.corpus import upload_data
 from sm_nanogpt.launcher.text.documents import survey_documents
-from sm_nanogpt.launcher.text.messengers import talks_in
+from sm_nanogpt.launcher.text.messengers import talks_in_json
 from sm_nanogpt.launcher.text.reading import detect_file
 from sm_nanogpt.launcher.text.skipped import Skipped
 
@@ -259,7 +259,7 @@ RECORDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_records_with_a_field_of_slack_are_records(record):
-    assert talks_in([record], "a.json") is None
+    assert talks_in_json([record], "a.json") is None
 
 
 # -- whose messages --------------------------------------------------------------------------------
