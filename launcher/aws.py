@@ -42,9 +42,11 @@ REMEDY_CODES = {
 }
 # AWS refuses a signature whose time is far from its own.
 CLOCK_MESSAGES = ("Signature expired", "Signature not yet current")
-PATIENCE_SECONDS = 300.0  # without an answer, until watching a job fails
+PATIENT_ATTEMPTS = 6  # of a call
+QUICK_TIMEOUTS = {"connect_timeout": 2, "read_timeout": 3}  # seconds, by botocore's names
+PATIENCE_SECONDS = 300.0  # how long AWS may give no answer until watching a job fails
 AGAIN_SECONDS = 5.0  # between two calls in an outage
-RETRY_SECONDS = 60.0  # until a job that a quota refused is sent again
+RETRY_SECONDS = 60.0  # after which a job that a quota refused is sent again
 
 
 def aws_session(settings: Settings) -> Any:
@@ -76,19 +78,21 @@ def raise_offline(*_: object, **__: object) -> NoReturn:
 
 
 def make_client(session: Any, service: str, region: str, attempts: int | None = None) -> Any:
-    """Make a client that retries, since a command may watch a job for hours.
+    """Make a client of a service of AWS, whose calls raise the errors of service_errors.
 
-    With a number of attempts it is for calls that a command can do without, and fails within
-    seconds. Its calls raise what service_errors does.
+    By default it retries a call as often as AWS_MAX_ATTEMPTS says, or PATIENT_ATTEMPTS times, with
+    the timeouts of botocore: a command may watch a job for hours. A number of attempts is for calls
+    that a command can do without; QUICK_TIMEOUTS then make them fail within seconds.
     """
     from botocore.config import Config
 
     retries: dict[str, Any] = {"mode": "standard"}
-    if attempts or "AWS_MAX_ATTEMPTS" not in os.environ:
-        retries["total_max_attempts"] = attempts or 6
     timeouts = {}
-    if attempts:
-        timeouts = {"connect_timeout": 2, "read_timeout": 3}
+    if attempts is not None:
+        retries["total_max_attempts"] = attempts
+        timeouts = QUICK_TIMEOUTS
+    elif "AWS_MAX_ATTEMPTS" not in os.environ:
+        retries["total_max_attempts"] = PATIENT_ATTEMPTS
     config = Config(retries=retries, **timeouts)
     with service_errors(service):
         client = session.client(service, region_name=region, config=config)

@@ -46,7 +46,7 @@ class Backend(ABC):
     parallel = 1  # jobs that run at a time, where they share cores
 
     def __init__(self, settings: Settings, attempts: int | None = None) -> None:
-        """attempts: how often a remote service is asked; a number also shortens timeouts."""
+        """attempts: as for make_client of launcher/aws.py; a local backend needs none."""
         self.settings = settings
 
     @property

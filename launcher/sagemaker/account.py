@@ -31,7 +31,7 @@ class Account:
     """One region of the account that the settings name. It asks AWS when it is first used."""
 
     def __init__(self, settings: Settings, attempts: int | None = None) -> None:
-        """attempts: how often AWS is asked; a number also shortens timeouts."""
+        """attempts: as for make_client of launcher/aws.py."""
         self.settings = settings
         self.attempts = attempts
         self.session = aws_session(settings)
