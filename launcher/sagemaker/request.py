@@ -21,7 +21,7 @@ from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.instances import looks_like_gpu
 from sm_nanogpt.launcher.job import Request, Scalar, TrainingJob
-from sm_nanogpt.launcher.limits import violations
+from sm_nanogpt.launcher.limits import Violation, violations
 from sm_nanogpt.launcher.sagemaker.caller import our_tags
 from sm_nanogpt.launcher.source import Source
 
@@ -177,7 +177,7 @@ def set_instances(resources: dict[str, Any], job: TrainingJob) -> None:
         resources["InstancePreferences"] = [{"InstanceType": name} for name in job.instances]
 
 
-# The field of a job from which a channel, or a part of the request, comes.
+# The fields of a job by the channels, and by the parts of a request, that come from them.
 CHANNEL_FIELDS = {
     "training": "data",
     "validation": "validation",
@@ -197,30 +197,37 @@ FIELDS = {
 def check_request(request: Mapping[str, Any], job: TrainingJob, placement: Placement) -> None:
     """Raise InputError, which names a field, if SageMaker's API would refuse a request.
 
-    The job has checked the fields that are sent as they are; the others come from the settings,
-    the store and the training folder, or are too long together.
+    The job has checked the fields that are sent as they are. The other parts come from the
+    settings, the store, and the training folder, or are too long together.
     """
-    for violation in violations(request, "CreateTrainingJobRequest"):
-        part, *path = violation.path
-        field = FIELDS.get(str(part), "")
-        problem = violation.problem
-        if part == "InputDataConfig":
-            channel = request["InputDataConfig"][path[0]]["ChannelName"]
-            field = CHANNEL_FIELDS.get(channel, "store")  # the channel of the code is in the store
-        if isinstance(violation.value, str) and violation.value.startswith(f"{placement.store}/"):
-            field = "store"
-        if path and path[-1] in ("KmsKeyId", "VolumeKmsKeyId"):
-            field = "kms_key"
-        if violation.path == ("Tags",):
-            n_own = len(request["Tags"]) - len(job.tags)
-            problem = f"{problem} ({n_own} are sm-nanogpt's)"
-        if part in ("HyperParameters", "AlgorithmSpecification"):
-            problem = f"{'.'.join(map(str, violation.path))} {problem}"
-        raise InputError(problem, field=field, value=violation.short_value)
+    violation = next(violations(request, "CreateTrainingJobRequest"), None)
+    if violation is None:
+        return
+    problem = violation.problem
+    if violation.path == ("Tags",):
+        n_own = len(request["Tags"]) - len(job.tags)
+        problem = f"{problem} ({n_own} are sm-nanogpt's)"
+    if violation.path[0] in ("HyperParameters", "AlgorithmSpecification"):
+        problem = f"{'.'.join(map(str, violation.path))} {problem}"
+    field = field_of(violation, request, placement.store)
+    raise InputError(problem, field=field, value=violation.short_value)
+
+
+def field_of(violation: Violation, request: Mapping[str, Any], store: str) -> str:
+    """The field of a job, or the setting, that a refused part of a request comes from; or ''."""
+    part, *path = violation.path
+    if path and path[-1] in ("KmsKeyId", "VolumeKmsKeyId"):
+        return "kms_key"
+    if isinstance(violation.value, str) and violation.value.startswith(f"{store}/"):
+        return "store"
+    if part == "InputDataConfig":
+        channel = request["InputDataConfig"][path[0]]["ChannelName"]
+        return CHANNEL_FIELDS.get(channel, "store")  # the channel of the code is in the store
+    return FIELDS.get(str(part), "")
 
 
 def without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of a request without what is None, False or {}."""
+    """A part of a request without the values that are None, False, or {}."""
     return {name: value for name, value in values.items() if value not in (None, False, {})}
 
 
