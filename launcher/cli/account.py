@@ -63,8 +63,8 @@ def infra_deploy_command(dry_run: bool, yes: bool, **changes: Any) -> None:
 
     with ExitStack() as unless_agreed:
         unless_agreed.callback(deployment.discard, planned)
-        for action, kind, resource in planned.changes:
-            note(f"{action:<8} {kind} {resource}")
+        for change in planned.changes:
+            note(f"{change.action:<8} {change.resource_type} {change.logical_id}")
         if dry_run:
             note("dry run: nothing was changed")
             return

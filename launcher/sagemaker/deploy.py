@@ -29,14 +29,22 @@ LEFT_OVER = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FA
 
 
 @dataclass(frozen=True)
+class Change:
+    """A change of a resource of a stack."""
+
+    action: str  # add, modify, remove, replace, or `modify or replace`
+    resource_type: str
+    logical_id: str
+
+
+@dataclass(frozen=True)
 class ChangeSet:
     """Changes that can be executed."""
 
     id: str
     stack_id: str
-    creates: bool  # there is no stack yet
-    # (add, modify, remove, replace, or `modify or replace`; type; logical id)
-    changes: list[tuple[str, str, str]]
+    creates: bool  # True if there is no stack yet
+    changes: list[Change]
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ class Deployment:
             ),
             Capabilities=["CAPABILITY_IAM"],
         )
-        changes = self.read_changes(response["Id"])
+        changes = self.wait_for_changes(response["Id"])
         change_set = ChangeSet(response["Id"], response["StackId"], raw is None, changes or [])
         if changes is None:
             self.discard(change_set)
@@ -114,15 +122,18 @@ class Deployment:
                 raise stacks.unusable(raw)
         return raw
 
-    def read_changes(self, change_set_id: str) -> list[tuple[str, str, str]] | None:
-        """Wait for a change set and read its changes; return None if nothing would change."""
-        with suppress(WaiterError):  # the pages have the reason
+    def wait_for_changes(self, change_set_id: str) -> list[Change] | None:
+        """Wait until CloudFormation has made a change set, and return its changes.
+
+        None if nothing would change. Raises ServiceError for any other failure.
+        """
+        with suppress(WaiterError):  # the pages below have the reason
             waiter = self.client.get_waiter("change_set_create_complete")
             waiter.wait(ChangeSetName=change_set_id, WaiterConfig=WAIT)
         paginator = self.client.get_paginator("describe_change_set")
         pages = list(paginator.paginate(ChangeSetName=change_set_id))
         if pages[0]["Status"] == "CREATE_COMPLETE":
-            changes: list[tuple[str, str, str]] = []
+            changes: list[Change] = []
             for page in pages:
                 changes += map(read_change, page["Changes"])
             return changes
@@ -253,9 +264,9 @@ def parameters_for(
     return parameters
 
 
-def read_change(raw: dict[str, Any]) -> tuple[str, str, str]:
-    """Read a change of a change set as (action, type, logical id)."""
+def read_change(raw: dict[str, Any]) -> Change:
+    """Read a change of a change set from the answer of DescribeChangeSet."""
     change = raw["ResourceChange"]
     replaces = {"True": "replace", "Conditional": "modify or replace"}
     action = replaces.get(change.get("Replacement"), change["Action"].lower())
-    return action, change["ResourceType"], change["LogicalResourceId"]
+    return Change(action, change["ResourceType"], change["LogicalResourceId"])
