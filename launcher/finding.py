@@ -85,39 +85,43 @@ class Listing:
 def find(
     job_id: str, settings: Settings, attempts: int | None = None
 ) -> tuple[Backend, JobDescription]:
-    """The backend of the job with this full id, and its description. Raises Missing.
+    """Find the backend of the job with this full id, and its description. Raises Missing.
 
-    attempts: how often a remote backend is asked.
+    attempts: as for make_client of launcher/aws.py.
     """
-    locations: list[str] = []  # where there is no such job
+    searched: list[str] = []  # the backends that do not know the job, such as `on this machine`
     if JOB_ID.fullmatch(job_id):
-        for kind in configured_backends(settings):
+        for backend_type in configured_backends(settings):
             try:
-                backend = kind(settings, attempts)
+                backend = backend_type(settings, attempts)
                 description = backend.describe(job_id)
                 location = backend.location
             except InputError as error:
-                problem = f"there is no job {job_id!r} {' or '.join(locations)}"
-                raise error.within(f"{problem}, and {kind.title} cannot be asked") from None
+                problem = f"there is no job {job_id!r} {' or '.join(searched)}"
+                raise error.within(f"{problem}, and {backend_type.title} cannot be asked") from None
             if description is not None:
                 return backend, description
-            locations.append(location)
-    raise missing_job(job_id, locations, settings)
+            searched.append(location)
+    raise missing_job(job_id, searched, settings)
 
 
-def missing_job(job_id: str, locations: list[str], settings: Settings) -> Missing:
-    """The error that there is no such job in these locations, of which there may be none."""
+def missing_job(job_id: str, searched: Sequence[str], settings: Settings) -> Missing:
+    """The error for a job that no backend knows.
+
+    searched: where backends have searched, as phrases such as `on this machine`; it may be empty.
+    """
     problem = f"there is no job {job_id!r}"
-    if locations:
-        problem += f" {' or '.join(locations)}{not_asked(settings)}"
+    if searched:
+        problem += f" {' or '.join(searched)}{not_asked(settings)}"
         fetched_models = sorted((settings.models_dir / job_id).glob("*/"))
         if fetched_models:  # of a deleted job
             problem += f"; its model is in {fetched_models[0]}"
     suggestion = similar_jobs(job_id, settings)
     if suggestion:
         problem += f"; {suggestion}"
-    others_have_jobs = any(kind.is_remote for kind in configured_backends(settings))
-    if locations and others_have_jobs and not FULL_ID.fullmatch(job_id):
+    has_remote = any(backend.is_remote for backend in configured_backends(settings))
+    may_be_anothers = bool(searched) and has_remote and not FULL_ID.fullmatch(job_id)
+    if may_be_anothers:
         return Missing(problem, "no-job-of-yours", job_id=job_id)
     return Missing(problem, "no-such-job", job_id=job_id)
 
