@@ -46,18 +46,20 @@ class NotCausal(ServiceError):
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of a window that is computed again: its first `length` ids. The token that follows
-    them in the text is the last that the part has to predict."""
+    """A part of a window that is computed again: its first `length` ids.
+
+    The last token that the part has to predict follows these ids in the text.
+    """
 
     window: int
     length: int
 
 
-def draw_cuts(scored: Sequence[range], n_cuts: int, chance: Random) -> list[list[Cut]]:
-    """The cuts of each window, the shortest first.
+def draw_cuts(scored: Sequence[range], n_cuts: int, rng: Random) -> list[list[Cut]]:
+    """Draw the cuts of each window, the shortest first.
 
-    `scored` has the positions of each window whose losses count. All of them together are divided
-    into equal strata; a random position of each has a cut.
+    `scored` has, for each window, the positions whose losses count. The positions of all windows,
+    one after the other, are divided into equal strata. One random position of each gets a cut.
     """
     n_positions = sum(map(len, scored))
     n_strata = min(n_cuts, n_positions)
@@ -65,21 +67,21 @@ def draw_cuts(scored: Sequence[range], n_cuts: int, chance: Random) -> list[list
     ends = list(accumulate(map(len, scored)))
     cuts: list[list[Cut]] = [[] for _ in scored]
     for begin, end in pairwise(edges):
-        position = chance.randrange(begin, end)  # among those of all windows
-        window = bisect_right(ends, position)
-        from_end = ends[window] - position
-        cuts[window].append(Cut(window, scored[window].stop - from_end + 1))
+        index = rng.randrange(begin, end)  # among the positions of all windows
+        window = bisect_right(ends, index)
+        position = scored[window][index - ends[window]]  # a negative index counts from the end
+        cuts[window].append(Cut(window, position + 1))
     return cuts
 
 
-def in_passes(cuts: Sequence[Sequence[Cut]], chance: Random) -> Iterator[list[Cut]]:
+def in_passes(cuts: Sequence[Sequence[Cut]], rng: Random) -> Iterator[list[Cut]]:
     """Yield the cuts of all windows in passes, none of which shows what a later one has to predict.
 
     The windows, from a random one on, are divided into lanes, and a pass takes a cut of each lane.
     In a lane, windows follow each other as in the text, each with its shortest cut first. Only the
     last window of a lane is followed by one that was shown before, and where that is, is secret.
     """
-    begin = chance.randrange(len(cuts))
+    begin = rng.randrange(len(cuts))
     rotated = [*cuts[begin:], *cuts[:begin]]
     n_lanes = max(1, min(MAX_LANES, len(cuts) // MIN_LANE_LENGTH))
     lane_length = math.ceil(len(cuts) / n_lanes)
@@ -133,12 +135,12 @@ def check_causal(
     nats has the losses of each token of each document, float64 [n], as the first process gave them.
     Raises NotCausal if a loss differs.
     """
-    chance = secrets.SystemRandom()
+    rng = secrets.SystemRandom()
     scored = scored_windows(worker, encoded, nats)
-    cuts = draw_cuts([window.positions for window in scored], n_cuts, chance)
+    cuts = draw_cuts([window.positions for window in scored], n_cuts, rng)
     longest = max(len(window.ids) for window in scored)
     rounds = rounds_by_length(worker, longest)
-    for cuts_of_pass in in_passes(cuts, chance):
+    for cuts_of_pass in in_passes(cuts, rng):
         lengths = [cut.length for cut in cuts_of_pass]
         if rounds:
             lengths = [worker.row_length(len(scored[cut.window].ids)) for cut in cuts_of_pass]
