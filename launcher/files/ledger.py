@@ -1,8 +1,10 @@
-"""A file of entries that are only added: each is on the disk before what follows from it is done.
+"""A file to which entries are added, and in which none is changed.
 
-Each line is an entry, and has the SHA-256 of the line before it, so a change of any but the last
-shows. A line is written whole or not at all: a killed command leaves what was before the entry, or
-after it.
+An entry is on the disk before a command acts on it.
+
+Each line is an entry, and has the SHA-256 of the line before it: if any line except the last is
+changed, that shows. A line is written as a whole: a killed command leaves the file as it was before
+the entry, or after it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Ledger:
         self.path = path
         self.entries: list[Entry] = []
         self.last_hash = FIRST_HASH
-        self.size = 0
+        self.end = 0  # of the entries that were read, in bytes
         self.read()
 
     def read(self) -> None:
@@ -40,13 +42,13 @@ class Ledger:
         if not self.path.exists():
             return
         with storage.errors_about(str(self.path)), self.path.open("rb") as file:
-            file.seek(self.size)
+            file.seek(self.end)
             for line in file:
-                if not line.endswith(b"\n"):  # a killed command's, which counts for nothing
+                if not line.endswith(b"\n"):  # a killed command began it: it does not count
                     break
                 entry = self.parse(line)
                 self.advance(line)
-                self.note(entry)
+                self.take_in(entry)
 
     def parse(self, line: bytes) -> Entry:
         try:
@@ -61,13 +63,13 @@ class Ledger:
         return entry
 
     def advance(self, line: bytes) -> None:
-        """Move the end of what was read, and its hash, behind a line."""
+        """Move the end, and the hash of the last line, behind a line."""
         self.last_hash = hashlib.sha256(line).hexdigest()
-        self.size += len(line)
+        self.end += len(line)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the ledger, so that no one else adds to it, and read what others have added."""
+        """Lock the ledger, so that no other process adds to it, and read what others have added."""
         lock_path = self.path.with_suffix(".lock")
         with storage.errors_about(str(self.path)), lock_path.open("w") as file:
             locks.lock(file)
@@ -87,26 +89,26 @@ class Ledger:
             return self.write(kind, **facts)
 
     def write(self, kind: str, **facts: Any) -> Entry:
-        """Add an entry; the ledger is locked. Raises OSError.
+        """Add an entry to the locked ledger.
 
-        A note or a path may hold bytes that are not UTF-8; JSON escapes them.
+        A note or a path may hold bytes that are not UTF-8, which are escaped. Raises OSError.
         """
         moment = round(time.time(), 3)
         entry = {"previous": self.last_hash, "kind": kind, "at": moment, **facts}
         line = json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
         with os.fdopen(descriptor, "wb") as file:
-            file.truncate(self.size)  # what a killed command began
-            file.seek(self.size)
+            file.truncate(self.end)  # what a killed command began
+            file.seek(self.end)
             file.write(line)
             file.flush()
             flush_to_disk(file.fileno())
         self.advance(line)
-        self.note(entry)
+        self.take_in(entry)
         return entry
 
-    def note(self, entry: Entry) -> None:
-        """Take an entry that was read or written into account."""
+    def take_in(self, entry: Entry) -> None:
+        """Add an entry that was read or written to the entries in memory."""
         self.entries.append(entry)
 
     def of(self, kind: str) -> list[Entry]:

@@ -36,8 +36,8 @@ class SearchLedger(GroupLedger):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / "ledger.jsonl")
 
-    def note(self, entry: Entry) -> None:
-        super().note(entry)
+    def take_in(self, entry: Entry) -> None:
+        super().take_in(entry)
         if entry.get("kind") == "start" and entry.get("ceiling") is not None:
             self.ceiling = entry["ceiling"]
 
