@@ -32,7 +32,7 @@ from sm_nanogpt.launcher.settings import Settings, load_settings
 from sm_nanogpt.launcher.tracking import TrackedJob, check_yours, with_costs
 from sm_nanogpt.launcher.values import plain
 from sm_nanogpt.launcher.views.card import card
-from sm_nanogpt.launcher.views.page import page
+from sm_nanogpt.launcher.views.page import report_html
 from sm_nanogpt.launcher.views.report import compare, read_runs
 
 if TYPE_CHECKING:  # they import torch
@@ -191,7 +191,7 @@ class Job(TrackedJob):
         """Write a report as one HTML file (default: report-ID.html), and return its path."""
         file = path_of(plain(path) or f"report-{self.id}.html")
         report = compare(read_runs([self.id], self.settings))
-        write_bytes(str(file), page(report).encode())
+        write_bytes(str(file), report_html(report).encode())
         return file
 
     def page(
@@ -202,23 +202,32 @@ class Job(TrackedJob):
     ) -> Path:
         """Write the model as one HTML page that computes by itself, and return its path.
 
-        The default path is model-ID.html. `bits` is of a weight (default: the fewest that cost
-        little). `moments` is how many moments of the training it shows (default: those that the
-        run kept, as many as make at most 20 MB). Raises InputError if an edited folder computes
-        the model, or more than one moment is asked for and the run kept none.
+        The default path is model-ID.html. `bits` is the number of bits in which each weight is
+        stored (default: the fewest that hardly raise the loss). `moments` is the number of moments
+        of the training that the page shows (default: all that the run kept, if the page then has at
+        most 20 MB). Raises InputError if an edited folder computes the model, or if more than one
+        moment is asked for and the run kept none.
         """
         from sm_nanogpt.launcher.views.saved_page import save_model_page
 
         file = path_of(plain(path) or f"model-{self.id}.html")
+        model_directory = self.model()
         model, tokenizer = self._loaded
-        job = self.describe()
         save_model_page(
-            self.id, self.model(), model, tokenizer, file, self.settings, job, bits, moments
+            name=self.id,
+            directory=model_directory,
+            model=model,
+            tokenizer=tokenizer,
+            path=file,
+            settings=self.settings,
+            job=self.describe(),
+            bits=bits,
+            n_moments=moments,
         )
         return file
 
     def delete(self, keep_model: bool = False, *, confirmed: bool = False) -> None:
-        """Delete the job and its files, here and on S3; keep_model: but for its fetched model.
+        """Delete the job and its files, here and on S3; with keep_model, keep its fetched model.
 
         Raises NotYours if the job is somebody else's, unless confirmed.
         """

@@ -31,7 +31,6 @@ from sm_nanogpt.launcher.cli.options import (
 from sm_nanogpt.launcher.cli.remedies import command, options, reason_of
 from sm_nanogpt.launcher.cli.show import (
     at_ctrl_c,
-    following,
     moment,
     next_step,
     note,
@@ -43,6 +42,7 @@ from sm_nanogpt.launcher.cli.show import (
     print_text,
     report_end,
     shown,
+    with_progress_bar,
 )
 from sm_nanogpt.launcher.cli.sweep import print_ranking
 from sm_nanogpt.launcher.errors import InputError, ServiceError
@@ -240,18 +240,19 @@ def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None
     from sm_nanogpt.launcher.tracking import TrackedJob
 
     job = TrackedJob(job_id, settings_of())
-    silent = tail != 0
+    has_printed = False
     lines = job.logs(follow, tail, raw)
     try:
-        for line in following(lines, job) if follow else lines:
+        for line in with_progress_bar(lines, job) if follow else lines:
             print_text(line)
-            silent = False
+            has_printed = True
     except KeyboardInterrupt:
         if not follow:
             raise
         note("the job keeps running")
         return
-    if silent and not follow:
+    asks_for_lines = tail != 0
+    if asks_for_lines and not has_printed and not follow:
         description = job.describe()
         yet = " yet" if description.is_running else ""
         has_more = backend_class(description.instance).logs_more_than_script and not raw
@@ -279,7 +280,7 @@ def report_command(
       sm-nanogpt report --group latest
     """
     from sm_nanogpt.launcher.files.storage import write_bytes
-    from sm_nanogpt.launcher.views.page import page
+    from sm_nanogpt.launcher.views.page import report_html
     from sm_nanogpt.launcher.views.report import compare, read_runs
 
     settings = settings_of()
@@ -289,7 +290,7 @@ def report_command(
     if output is None:
         output = report_path([run.description.job_id for run in report.runs])
         check_output_file(output)
-    write_bytes(str(output), page(report, launch_again).encode())
+    write_bytes(str(output), report_html(report, launch_again).encode())
     click.echo(output)
     if opens:
         import webbrowser

@@ -25,11 +25,11 @@ from sm_nanogpt.launcher.cli.remedies import command, remedy
 from sm_nanogpt.launcher.cli.show import (
     at_ctrl_c,
     explain,
-    following,
     next_step,
     note,
     print_json,
     silence,
+    with_progress_bar,
 )
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 
@@ -398,7 +398,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool, costs: str) -> None
     interrupted = False
     try:
         lines = job.logs(follow=True)
-        for line in following(lines, job):
+        for line in with_progress_bar(lines, job):
             note(line)
     except (KeyboardInterrupt, BrokenPipeError) as error:
         interrupted = isinstance(error, KeyboardInterrupt)

@@ -158,7 +158,7 @@ def print_curve(curve: Curve, err: bool = False) -> None:
             return
 
 
-def following(lines: Iterator[str], job: TrackedJob) -> Iterator[str]:
+def with_progress_bar(lines: Iterator[str], job: TrackedJob) -> Iterator[str]:
     """Yield the lines of a running job's log, above a progress bar if stderr is a terminal.
 
     The bar shows the best loss, the speed, the time left, and the cost so far. At the end of the

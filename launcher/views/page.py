@@ -205,7 +205,7 @@ def javascript() -> str:
     return f"(() => {{{bundle(vl_version=version)}}})();"
 
 
-def page(report: Report, repeat: Callable[[TrainingJob], str] | None = None) -> str:
+def report_html(report: Report, repeat: Callable[[TrainingJob], str] | None = None) -> str:
     """The report as HTML that needs no other file; repeat gives the command that repeats a job."""
     from jinja2 import Environment, FileSystemLoader
 

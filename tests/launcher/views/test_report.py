@@ -18,7 +18,7 @@ from sm_nanogpt.launcher.cli.jobs import launch_again
 from sm_nanogpt.launcher.curve import Curve, Row
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.job import TrainingJob
-from sm_nanogpt.launcher.views.page import page
+from sm_nanogpt.launcher.views.page import report_html as page
 from sm_nanogpt.launcher.views.report import Report, ReportedRun, compare
 
 
