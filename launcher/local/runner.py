@@ -141,16 +141,20 @@ class LocalRun:
         storage.write_json(str(config / "inputdataconfig.json"), channels)
 
     def environment(self) -> dict[str, str]:
-        """The variables of this process without outer ones, and those of the container."""
+        """The variables of this process, without those of an outer container; then our container's.
+
+        PYTHONPATH stays, by which Python may find torch.
+        """
         variables = {}
         for name, value in os.environ.items():
             is_outer = name.startswith(OUTER_PREFIXES) or name in OUTER_VARIABLES
-            if not is_outer or name == "PYTHONPATH":  # by which torch may be found
+            if not is_outer or name == "PYTHONPATH":
                 variables[name] = value
         return {**variables, **self.container_variables()}
 
     def container_variables(self) -> dict[str, str]:
-        """The variables that SageMaker and its toolkit set."""
+        """The variables that SageMaker's toolkit sets, and two of ours: SM_NANOGPT_LAUNCHER, and
+        PYTHONUNBUFFERED, by which the log has each line at once."""
         base = self.base
         values = self.record.hyperparameters
         channels = {path.name: str(path) for path in sorted((base / "input" / "data").iterdir())}

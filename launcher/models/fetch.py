@@ -245,7 +245,7 @@ def extract(archive: Path, target: Path, uri: str) -> None:
                     shutil.copyfileobj(source, out)
             while stream.read(storage.CHUNK_BYTES):  # gzip compares the checksum at the end
                 pass
-    # The last two come if a name is there twice, or below a file.
+    # FileExistsError: two members have one name. NotADirectoryError: a member lies below a file.
     except (*TAR_ERRORS, RecursionError, FileExistsError, NotADirectoryError) as error:
         raise ServiceError(f"{uri} is damaged, or no model: {error}") from None
 

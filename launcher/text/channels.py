@@ -31,9 +31,8 @@ if TYPE_CHECKING:  # they import torch
 
 logger = logging.getLogger(__name__)
 
-LATER_SHARD = re.compile(
-    r"(train|val)-(?!0+\.)\d+\.bin"
-)  # a file of a part of the tokens, other than its first
+# A file of the tokens of a part, other than the first file of that part.
+LATER_SHARD = re.compile(r"(train|val)-(?!0+\.)\d+\.bin")
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class Announced:
 
 
 def fetch_channel(channel: Channel, directory: Path, settings: Settings) -> None:
-    """Copy the text of a channel into a new directory, with the files that its upload would have."""
+    """Copy the text of a channel into a new directory, as the files that its upload has."""
     directory.mkdir()
     if not channel.sources:
         fetch_stored_text(channel, directory, settings)
