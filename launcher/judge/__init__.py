@@ -1,1 +1,1 @@
-"""What a model is worth on a text: measured from its logits, by code that it cannot change."""
+"""Measure what a model is worth on a text, from its logits, by code that it cannot change."""

@@ -1,6 +1,6 @@
-"""What stands beside a model's loss: a compressor, an n-gram model, and what was copied.
+"""Numbers to compare a model's loss with: a compressor, an n-gram model, and what was copied.
 
-All work on bytes, uint8 [n].
+All functions work on bytes, uint8 [n].
 """
 
 from __future__ import annotations
@@ -15,27 +15,30 @@ from torch import Tensor
 
 from sm_nanogpt.launcher.text.repeats import RUN
 
-ORDER = 5  # of the n-gram model
-LEARNED_BYTES = 1 << 23  # of the training text that it learns from
-BLOCK = 1 << 16  # bytes
+ORDER = 5  # the largest n of the n-gram model
+LEARNED_BYTES = 1 << 23  # bytes of the training text from which the n-gram model learns
+BLOCK = 1 << 16  # bytes of a block that is sampled from a longer text
 
 
 def as_tensor(content: bytes | bytearray) -> Tensor:
     """The bytes of a text, uint8 [n]."""
-    if not content:  # as a model may write, and frombuffer refuses
+    if not content:  # a model may write an empty text, which frombuffer refuses
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def xz(content: bytes) -> float:
-    """Bits per byte of the text as `xz -9e` packs it, without a header."""
+    """Bits per byte of a text that `xz -9e` packs, without the header of the file."""
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
     packed = lzma.compress(content, lzma.FORMAT_RAW, filters=filters)
     return 8 * len(packed) / len(content)
 
 
 def grams(content: Tensor, n: int) -> Tensor:
-    """The n-gram that ends at each byte, as one number, int64; before the text are line breaks."""
+    """The n-gram that ends at each byte, as one number, int64 [len(content)].
+
+    The text counts as if line breaks came before it.
+    """
     padded = F.pad(content.long(), (n - 1, 0), value=ord("\n"))
     codes = torch.zeros(len(content), dtype=torch.int64)
     for first in range(n):
@@ -44,13 +47,13 @@ def grams(content: Tensor, n: int) -> Tensor:
 
 
 def look_up(keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
-    """The value of each query in a table of sorted keys, float64; 0 for a query that it lacks."""
+    """The value of each query in a table with sorted keys, float64; 0 if the table lacks it."""
     index = torch.searchsorted(keys, queries).clamp_(max=len(keys) - 1)
     return torch.where(keys[index] == queries, values[index], 0).double()
 
 
 def sample_blocks(training: Tensor) -> Tensor:
-    """A text of up to LEARNED_BYTES as it is; of a longer one, blocks at equal distances."""
+    """The text, if it has at most LEARNED_BYTES; else blocks of it at equal distances."""
     n_parts = math.ceil(len(training) / LEARNED_BYTES)
     if n_parts == 1:
         return training
@@ -60,10 +63,11 @@ def sample_blocks(training: Tensor) -> Tensor:
 
 
 def ngram(training: Tensor, content: Tensor) -> float:
-    """Bits per byte by an n-gram model of the training text, with Witten-Bell interpolation.
+    """Bits per byte of an n-gram model of the training text on a text.
 
-    Each order gives the shorter one as much weight as it has seen different continuations (Chen and
-    Goodman 1998, "An Empirical Study of Smoothing Techniques", section 2.4).
+    Orders are interpolated as by Witten and Bell: the more different continuations a context has,
+    the more weight the next shorter context gets (Chen and Goodman 1998, "An Empirical Study of
+    Smoothing Techniques", section 2.4).
     """
     learned = sample_blocks(training)
     p = torch.full((len(content),), 1 / 256, dtype=torch.float64)
@@ -83,23 +87,24 @@ def ngram(training: Tensor, content: Tensor) -> float:
     return float(-p.log2().mean())
 
 
-# -- runs that stand in the training text too ------------------------------------------------------
+# -- runs of bytes that the training text contains -------------------------------------------------
 
-# A polynomial hash modulo 2**64 of random numbers for the bytes; each power has an inverse.
+# The hash of a run is a polynomial modulo 2**64, with a random number for each value of a byte.
+# POWER is odd, so that each of its powers has an inverse.
 POWER = 0x9E3779B97F4A7C15
 GENERATOR = torch.Generator().manual_seed(1)
 TABLE = torch.randint(-(1 << 62), 1 << 62, (256,), generator=GENERATOR)
-CHUNK = 1 << 22  # bytes
+CHUNK = 1 << 22  # bytes that are hashed at once
 
 
 def powers(base: int, n: int) -> Tensor:
-    """The first n powers of a number, modulo 2**64 with a sign, int64 [n]."""
+    """The first n powers of a number, modulo 2**64, as signed integers, int64 [n]."""
     signed = base - (1 << 64) if base >> 63 else base
     return torch.full((n,), signed).cumprod(0)
 
 
 def hashes(content: Tensor, length: int) -> Tensor:
-    """The hash of each run of `length` bytes, in the order in which they begin, int64."""
+    """The hash of each run of `length` bytes, in the order of their beginnings, int64."""
     inverse = pow(POWER, -1, 1 << 64)
     terms = TABLE[content.int()] * powers(POWER, len(content))
     sums = F.pad(terms.cumsum(0), (1, 0))
@@ -108,7 +113,10 @@ def hashes(content: Tensor, length: int) -> Tensor:
 
 
 def find_hashes(training: Tensor, queries: Tensor, length: int) -> Tensor:
-    """For each hash of a run of `length` bytes, True if the training text has it, bool."""
+    """For each hash of a run of `length` bytes, True if the training text contains such a run.
+
+    Returns bool [len(queries)].
+    """
     keys, key_of_query = queries.unique(return_inverse=True)
     is_found = torch.zeros(len(keys), dtype=torch.bool)
     if not len(keys):
@@ -122,10 +130,10 @@ def find_hashes(training: Tensor, queries: Tensor, length: int) -> Tensor:
 
 
 def with_one_space(content: Tensor) -> tuple[Tensor, Tensor]:
-    """A text with each run of white space as one space, uint8 [m].
+    """Replace each run of white space in a text [n] by one space; return uint8 [m].
 
-    Also returns, for each byte of the text as it was, True if the result has it or the space in its
-    place, bool [n].
+    Also returns, for each byte of the original text, True if the result has the byte, or the space
+    that replaces it, bool [n].
     """
     parts = []
     is_kept = []
@@ -140,10 +148,11 @@ def with_one_space(content: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:
-    """The fraction of bytes in runs of RUN bytes or more that the training text has too.
+    """The fraction of the bytes of texts, 0 to 1, that lie in runs of at least RUN bytes which the
+    training text contains.
 
-    Both are compared with each run of white space as one space, which counts as many bytes as it
-    has in the text.
+    Texts are compared after each run of white space is replaced by one space. In the fraction, that
+    space counts as many bytes as it replaces.
     """
     training, _ = with_one_space(training)
     spaced = [with_one_space(text) for text in texts]
@@ -158,21 +167,21 @@ def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:
         edges[: len(begins)] += begins
         edges[RUN : RUN + len(begins)] -= begins
         is_shared = edges.cumsum(0) > 0
-        index_in_spaced = is_kept.cumsum(0) - 1  # of each byte of the text as it was
+        index_in_spaced = is_kept.cumsum(0) - 1  # for each byte of the original text
         n_shared += int(is_shared[index_in_spaced].sum())
     return n_shared / sum(map(len, texts))
 
 
 def longest_run(training: Tensor, texts: Sequence[Tensor]) -> int:
-    """The bytes of the longest run of any text that the training text has too.
+    """The number of bytes of the longest run of any of the texts that the training text contains.
 
-    Both are compared with each run of white space as one space.
+    Texts are compared after each run of white space is replaced by one space.
     """
     training, _ = with_one_space(training)
     texts = [with_one_space(text)[0] for text in texts if len(text)]
     longest_text = max(map(len, texts), default=0)
-    low = 0  # runs of so many bytes are shared
-    high = min(longest_text, len(training))  # longer ones are not
+    low = 0  # a run of so many bytes is shared
+    high = min(longest_text, len(training))  # no longer run is shared
     while low < high:
         length = (low + high + 1) // 2
         run_hashes = torch.cat([hashes(text, length) for text in texts])

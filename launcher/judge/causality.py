@@ -1,11 +1,11 @@
-"""Whether losses come from the text before each token alone: they are computed again without it.
+"""Check that each loss depends only on the text before its token: compute it without the rest.
 
 One process scores whole windows, so its model could see each token that it has to predict, or learn
-from the windows before. Another process then gets parts of the same windows. Each part is cut at a
-secret position and ends in random ids, and its losses have to be those of the first process. This
-process has not seen the token at the cut, nor what follows it in the text, so it can agree only if
-the first one did not use them. It does not help a model to know which process it is in: the one
-that scores cannot know where the other will be asked, and the other cannot know the answer.
+from the windows before. A second process then gets parts of the same windows. Each part is cut at a
+secret position, and random ids follow. Its losses have to be those of the first process. The second
+process has not seen the token at the cut, nor the text behind it. So it can agree with the first
+one only if that did not use them. A model gains nothing if it knows in which process it is: in the
+first it does not know where the cuts will be, and in the second it does not know the text behind.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from sm_nanogpt.launcher.judge.score import cut_windows, nats_of
 from sm_nanogpt.launcher.judge.texts import Encoded
 from sm_nanogpt.launcher.judge.worker import Worker
 
-# Cuts of a model that an edited folder computes. If it looks ahead at one of 2,000 positions, which
-# gains 0.005 nats if each gains 10, they miss it in one of 1,000 evaluations.
+# So many cuts check a model that an edited folder computes. If it looks ahead at one of 2,000
+# positions and gains 10 nats at each, it gains 0.005 nats. These cuts miss it in one of 1,000
+# evaluations.
 CUTS = 14_336
 MAX_LANES = 64
 MIN_LANE_LENGTH = 8  # windows
-ALONE = 64  # rows that come one by one, before the process has seen much of the text
+ALONE = 64  # the first rows come one by one, while the process has seen little of the text
 ROUNDING = 1e-3  # nats by which a loss may differ
-RELATIVE_ROUNDING = 1e-5  # the share by which a large one may differ
+RELATIVE_ROUNDING = 1e-5  # the share of a large loss by which it may differ
 
 
 class NotCausal(ServiceError):
-    """Losses depend on later tokens, or on other windows."""
+    """The losses of a model depend on later tokens, or on other windows."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,12 @@ def draw_cuts(scored: Sequence[range], n_cuts: int, rng: Random) -> list[list[Cu
 
 
 def in_passes(cuts: Sequence[Sequence[Cut]], rng: Random) -> Iterator[list[Cut]]:
-    """Yield the cuts of all windows in passes, none of which shows what a later one has to predict.
+    """Yield the cuts of all windows in passes. No pass shows a token that a later pass predicts.
 
-    The windows, from a random one on, are divided into lanes, and a pass takes a cut of each lane.
-    In a lane, windows follow each other as in the text, each with its shortest cut first. Only the
-    last window of a lane is followed by one that was shown before, and where that is, is secret.
+    The order of the windows is rotated to a random first one, and divided into lanes. A pass takes
+    one cut of each lane. In a lane, windows follow each other as in the text, and each window
+    begins with its shortest cut. Only the text behind the last window of a lane was shown before,
+    in another lane, and the model cannot know which window is the last.
     """
     begin = rng.randrange(len(cuts))
     rotated = [*cuts[begin:], *cuts[:begin]]
@@ -87,7 +89,7 @@ def in_passes(cuts: Sequence[Sequence[Cut]], rng: Random) -> Iterator[list[Cut]]
     lane_length = math.ceil(len(cuts) / n_lanes)
     lanes = [rotated[at : at + lane_length] for at in range(0, len(cuts), lane_length)]
     n_alone = 0
-    for cuts_of_lanes in zip_longest(*lanes, fillvalue=()):  # of the next window of each lane
+    for cuts_of_lanes in zip_longest(*lanes, fillvalue=()):  # the cuts of a window of each lane
         for next_cuts in zip_longest(*cuts_of_lanes):
             cuts_of_pass = [cut for cut in next_cuts if cut is not None]
             if n_alone < ALONE:
@@ -99,8 +101,11 @@ def in_passes(cuts: Sequence[Sequence[Cut]], rng: Random) -> Iterator[list[Cut]]
 
 @dataclass(frozen=True)
 class ScoredWindow:
-    """A window that the first process scored: its ids and the tokens that follow each, int64 [T],
-    the positions whose losses count, and these losses, float64."""
+    """A window that the first process scored.
+
+    ids, and targets, the token that follows each id, are int64 [T]. positions are those whose
+    losses count, and nats are these losses, float64 [len(positions)].
+    """
 
     ids: Tensor
     targets: Tensor
@@ -111,7 +116,7 @@ class ScoredWindow:
 def scored_windows(
     worker: Worker, encoded: Sequence[Encoded], nats: Sequence[Tensor]
 ) -> list[ScoredWindow]:
-    """The windows of the documents, with the losses of their tokens, float64 [n] for each."""
+    """The windows of the documents. nats has the losses of each document's tokens, float64 [n]."""
     windows = cut_windows(encoded, worker.tokenizer.start, worker.block_size)
     counts = [int((window.targets != IGNORED).sum()) for window in windows]
     nats_of_windows = torch.cat([*nats]).split(counts)
@@ -130,10 +135,10 @@ def check_causal(
     n_cuts: int,
     progress: Progress = no_progress,
 ) -> int:
-    """Compute losses again in another process, without what follows; returns the number of cuts.
+    """Compute losses again in another process, at random cuts; return the number of cuts.
 
-    nats has the losses of each token of each document, float64 [n], as the first process gave them.
-    Raises NotCausal if a loss differs.
+    nats has, for each document, the losses of its tokens by the first process, float64 [n]. Raises
+    NotCausal if a loss differs.
     """
     rng = secrets.SystemRandom()
     scored = scored_windows(worker, encoded, nats)
@@ -154,11 +159,11 @@ def check_causal(
 
 
 def rounds_by_length(worker: Worker, longest: int) -> bool:
-    """True if logits change with the length of their row by more than the rounding of float32, as
-    those of bfloat16 do. Then rows have to be as long as those that were scored.
+    """True if logits change with the length of their row by more than float32 rounds, as those of
+    a model in bfloat16 do. Then each row has to be as long as the window that was scored.
 
-    The worker gets rows of random ids for this. If it got cuts a second time instead, that would
-    show the model that its first answer was wrong.
+    The worker gets rows of random ids for this. To repeat cuts instead would show the model that
+    its first answer was wrong.
     """
 
     def scores(ids: Tensor) -> Tensor:
@@ -176,8 +181,11 @@ def rounds_by_length(worker: Worker, longest: int) -> bool:
 def find_difference(
     worker: Worker, scored: Sequence[ScoredWindow], cuts: Sequence[Cut], length: int
 ) -> float | None:
-    """The largest difference, in nats, of the losses of the first cut that differs by more than
-    rounding; None if all agree. The worker gets rows of `length` ids.
+    """Compare the losses at cuts with those of the first process. The worker gets rows of `length`
+    ids.
+
+    Returns the largest difference, in nats, at the first cut that differs by more than rounding;
+    None if all cuts agree.
     """
     logits = worker.logits(rows_of_cuts(cuts, scored, len(worker.tokenizer), length))
     targets = [scored[cut.window].targets[: cut.length] for cut in cuts]
@@ -193,10 +201,10 @@ def find_difference(
 def rows_of_cuts(
     cuts: Sequence[Cut], scored: Sequence[ScoredWindow], vocabulary_size: int, length: int
 ) -> Tensor:
-    """A row for each cut, int64 [n, length]: its ids, and random ones after them.
+    """A row for each cut, int64 [n, length]: the ids of the cut, and random ids behind them.
 
-    The first random id is never the token that follows in the text: a model that looks ahead would
-    find it there.
+    The first random id is never the token that follows in the text, at which a model that looks
+    ahead would look.
     """
     generator = torch.Generator().manual_seed(secrets.randbits(63))
     rows = torch.randint(vocabulary_size, (len(cuts), length), generator=generator)
@@ -210,8 +218,8 @@ def rows_of_cuts(
 
 
 def explain_difference(worker: Worker, encoded: Sequence[Encoded], difference: float) -> str:
-    """The message for losses with this difference, in nats. It names the position that looks
-    ahead, if `find_leak` finds one."""
+    """The message for losses that differ by so many nats. It names the position that looks ahead,
+    if `find_leak` finds one."""
     rows = rows_of_text(worker, encoded)
     leak = find_leak(worker.logits, rows, len(worker.tokenizer), seed=secrets.randbits(32))
     cause = f"losses depend on other windows, or on later tokens (by {difference:.2g} nats)"
@@ -221,9 +229,9 @@ def explain_difference(worker: Worker, encoded: Sequence[Encoded], difference: f
 
 
 def rows_of_text(worker: Worker, encoded: Sequence[Encoded]) -> Tensor:
-    """All documents in rows as long as the model's context, int64 [2 or more, T].
+    """All documents, one after the other, in rows as long as the model's context, int64 [n, T].
 
-    A short text is repeated.
+    There are at least 2 rows: a short text is repeated.
     """
     start = worker.tokenizer.start
     ids = torch.cat([F.pad(document.ids, (1, 0), value=start) for document in encoded])

@@ -1,4 +1,4 @@
-"""What a model is worth on a text: its loss, what stands beside it, and what it gives away."""
+"""Evaluate a model on a text: its loss, numbers to compare it with, and what it has memorized."""
 
 from __future__ import annotations
 
@@ -48,14 +48,16 @@ logger = logging.getLogger(__name__)
 class Effort:
     """How much an evaluation computes."""
 
-    n_processes: int  # that compute losses once more
-    n_cuts: int  # at which they do, all processes together
-    n_samples: int
+    n_processes: int  # processes that compute losses again, to check that none looks ahead
+    n_cuts: int  # cuts at which they do, of all processes together
+    n_samples: int  # samples in which copies of the training text are looked for
 
 
-# The packaged model does what this repository says; a few cuts show that nothing is broken.
+# The packaged model is known not to look ahead; a few cuts show that nothing is broken.
 PACKAGED = Effort(n_processes=1, n_cuts=512, n_samples=100)
-EDITED = Effort(n_processes=4, n_cuts=CUTS, n_samples=10)  # it keeps no keys and values
+EDITED = Effort(
+    n_processes=4, n_cuts=CUTS, n_samples=10
+)  # without a cache of keys, it samples slowly
 
 
 def evaluate(
@@ -69,10 +71,10 @@ def evaluate(
     questions: Path | None = None,
     progress: Progress = no_progress,
 ) -> Evaluation:
-    """Judge the model in a directory, and keep the evaluation of a job's model for reports.
+    """Evaluate the model in a directory. The evaluation of a job's model is kept for reports.
 
     Args:
-        model: the id of its job, or the name of one of another tool.
+        model: the id of the model's job, or what to call the model of another tool.
         text: what to call the texts, such as their paths.
         find: a file of canaries.
         questions: a file of conversations.
@@ -80,7 +82,7 @@ def evaluate(
     Raises:
         InputError: a file cannot be read, the model knows no character of a document, or its
             tokenizer has no tokens for conversations.
-        ServiceError: it looks ahead, learns between windows, or fails.
+        ServiceError: the model looks ahead, learns between windows, or fails.
     """
     canaries = read_canaries(find) if find else []
     conversations = read_questions(questions) if questions else []
@@ -102,7 +104,7 @@ def evaluate(
         values = measure_anchors(subject)
 
     n_compared = 0
-    for _ in range(effort.n_processes):  # of which none learns anything from those before
+    for _ in range(effort.n_processes):  # a new process knows nothing of the one before
         with Worker(directory, settings, entry_point) as other:
             n_compared += check_causal(other, encoded, nats, n_cuts, progress)
 
@@ -129,7 +131,7 @@ def evaluate(
         n_unknown=n_unknown,
         unknown_bits=replace(whole, nats=unknown_nats).bits_per_byte,
         unit=unit,
-        perplexity=float(loss.exp()),  # infinite where math.exp raises
+        perplexity=float(loss.exp()),  # math.exp would raise for a large loss
         samples=f"{effort.n_samples} samples of {SAMPLE_TOKENS} {worker.tokenizer.unit}",
         worst=passages_by_loss[:3],
         canaries=exposures,
@@ -149,7 +151,7 @@ def evaluate(
 
 
 def all_passages(encoded: Sequence[Encoded], nats: Sequence[Tensor], size: int) -> list[Passage]:
-    """The passages of all documents, as `passages` cuts each."""
+    """The passages of all documents, each of some `size` bytes."""
     parts = list[Passage]()
     for document, nats_of_document in zip(encoded, nats, strict=True):
         parts += passages(document, nats_of_document, size)
@@ -157,5 +159,6 @@ def all_passages(encoded: Sequence[Encoded], nats: Sequence[Tensor], size: int) 
 
 
 def worst_first(parts: Sequence[Passage]) -> list[Passage]:
-    """The parts with the most bits per byte first, and very short ones last, as theirs vary."""
+    """Sort parts by bits per byte, the highest first. Very short parts, whose bits vary by chance,
+    come last."""
     return sorted(parts, key=lambda part: (part.size < WORST // 2, -part.bits_per_byte))

@@ -1,4 +1,4 @@
-"""What was measured of a model on a text, and how it is said and kept."""
+"""What was measured of a model on a text, as numbers, as text for people, and as a file."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-N_STRETCHES = 10  # of a text, for an interval; each holds one part or more
-T_QUANTILE = 2.262  # 97.5 % of Student's t distribution are below it, with N_STRETCHES - 1 degrees
-BITS = 1 / math.log(2)
+N_STRETCHES = 10  # of a text, by which its interval is computed; each has at least one part
+T_QUANTILE = 2.262  # 97.5 % of Student's t distribution with N_STRETCHES - 1 degrees are below it
+BITS = 1 / math.log(2)  # of a nat
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A part of a text, and what a model loses on it."""
+    """A part of a text, and the loss of a model on it."""
 
-    place: str
+    place: str  # where the part is, such as `notes.txt, line 3`
     nats: float
     size: int  # bytes
     tokens: int
@@ -35,7 +35,7 @@ class Passage:
 
 
 def total(parts: Sequence[Passage]) -> Passage:
-    """All parts as one."""
+    """All parts as one passage."""
     return Passage(
         place="",
         nats=math.fsum(part.nats for part in parts),
@@ -47,10 +47,10 @@ def total(parts: Sequence[Passage]) -> Passage:
 def margin(parts: Sequence[Passage]) -> float | None:
     """Half of the 95 % interval of the bits per byte of all parts; None for fewer than N_STRETCHES.
 
-    The parts are in the order of the text. Neighbors are alike, so that parts alone would vary too
-    little: the interval is that of N_STRETCHES stretches of neighbors (batch means: Law 2015,
-    "Simulation Modeling and Analysis", 9.5.3), and the error of a ratio of sums, linearized
-    (Cochran 1977, "Sampling Techniques", 6.4).
+    The parts are in the order of the text. Neighbors are alike, so an interval from single parts
+    would be too narrow. It is computed from N_STRETCHES stretches of neighbors (batch means: Law
+    2015, "Simulation Modeling and Analysis", 9.5.3). Bits per byte are a ratio of two sums, whose
+    error is linearized (Cochran 1977, "Sampling Techniques", 6.4).
     """
     n = len(parts)
     if n < N_STRETCHES:
@@ -68,9 +68,9 @@ def margin(parts: Sequence[Passage]) -> float | None:
 
 @dataclass(frozen=True)
 class Canary:
-    """A line with a secret, and the exposure of that in bits.
+    """A line with a secret, and the exposure of the secret in bits.
 
-    If it is n bits, the model finds one of 2**n random secrets as likely as this one.
+    With an exposure of n bits, one of 2**n random secrets is as likely to the model as this one.
     """
 
     line: str
@@ -79,16 +79,16 @@ class Canary:
 
 @dataclass(frozen=True)
 class Anchor:
-    """A number that stands beside the bits per byte of a model."""
+    """A number that is shown beside the bits per byte of a model."""
 
     heading: str
     spec: str = ".3f"  # the format of a value
-    suffix: str = ""  # after a value; it may name {samples}
+    suffix: str = ""  # follows a value; it may contain {samples}
 
 
-# By the field of Evaluation that holds it, in the order in which they are shown. The function of
-# this name in `measures` measures it. A field that is no longer here stays in Evaluation, so that
-# what was kept can be read.
+# The anchors by the field of Evaluation that holds their value, in the order in which they are
+# shown. In `measures`, the function with the name of the field measures it. If an anchor is removed
+# here, its field stays in Evaluation, so that older evaluations can be read.
 ANCHORS = {
     "xz": Anchor("xz"),
     "ngram": Anchor("5-gram of the training text"),
@@ -96,7 +96,7 @@ ANCHORS = {
     "overlap": Anchor("overlap with the training text", spec=".1%"),
     "copied": Anchor("longest run copied from it", spec="d", suffix=" bytes in {samples}"),
 }
-# What a warning says of those that need the training text, where that is not here.
+# The anchors that need the training text, for a warning where that is not here.
 UNMEASURED = "no 5-gram, own validation text, overlap, or copied run"
 
 
@@ -104,19 +104,21 @@ UNMEASURED = "no 5-gram, own validation text, overlap, or copied run"
 class Evaluation:
     """What a model is worth on a text.
 
-    bits_per_byte is over all documents; its 95 % interval goes by `half` to both sides, from the
-    spread of stretches of the parts, which are `unit`. perplexity is per token.
+    bits_per_byte is over all documents. Its 95 % interval extends by `half` to either side, and
+    comes from the spread of the parts of the text. `unit` says what a part is. perplexity is per
+    token.
 
-    Of the anchors, xz, ngram and validation are bits per byte: of a compressor on the text, of a
+    The anchors xz, ngram, and validation are in bits per byte: of a compressor on the text, of a
     5-gram model of the training text on it, and of this model on the first 128 kB of its own
-    validation text. overlap is the fraction of bytes in runs of 50 or more that the training text
-    has too, and copied the bytes of the longest run that it shares with `samples`, both with white
-    space as one space. documents has the worst first.
+    validation text. overlap is the fraction of the text's bytes in runs of 50 or more that the
+    training text contains. copied is the number of bytes of the longest run that `samples` have
+    from the training text. For both, a run of white space counts as one space.
 
-    n_unknown characters of the text count as their bytes, since the model has never seen them; they
-    are unknown_bits of the bits per byte.
+    The model has never seen n_unknown characters of the text, which count as their bytes.
+    unknown_bits of the bits per byte come from them. In documents, the one with the highest loss
+    comes first.
 
-    None stands for what cannot be known, or what an older version did not measure.
+    None stands for a value that cannot be known, or that an older version did not measure.
     """
 
     model: str
@@ -135,17 +137,19 @@ class Evaluation:
     samples: str = ""
     n_unknown: int = 0
     unknown_bits: float = 0.0
-    cuts: int | None = None  # in windows: no loss before one depends on what follows it
+    cuts: int | None = None  # positions at which the model was seen not to look ahead
     worst: list[Passage] = field(default_factory=list)
     canaries: list[Canary] = field(default_factory=list)
-    answers: dict[str, tuple[int, int]] = field(default_factory=dict)  # by kind: right ones, all
+    answers: dict[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # by kind: the right ones, and all
     parts: list[Passage] = field(default_factory=list)
     documents: list[Passage] = field(default_factory=list)
 
     def facts(self, first: Evaluation | None = None) -> dict[str, str]:
         """The numbers as text, by their headings.
 
-        `first` is that of another model on the same text, with which this one is compared.
+        first: the evaluation of another model on the same text, to compare with.
         """
         facts = {
             "bits per byte": with_interval(self.bits_per_byte, self.half),
@@ -162,7 +166,7 @@ class Evaluation:
         return facts
 
     def difference_from(self, first: Evaluation) -> str:
-        """The bits per byte less those of another model on the same text, and their interval."""
+        """The bits per byte minus those of another model on the same text, with their interval."""
         differences = []
         for part, other in zip(self.parts, first.parts, strict=True):
             differences.append(replace(part, nats=part.nats - other.nats))
@@ -170,21 +174,21 @@ class Evaluation:
 
 
 def formatted(value: float | None, spec: str, suffix: str = "") -> str:
-    """A number in the format of a spec, such as .2f; `-` if there is none."""
+    """A number in a format such as .2f; `-` for None."""
     if value is None:
         return "-"
     return f"{value:{spec}}{suffix}"
 
 
 def with_interval(bits: float, half: float | None) -> str:
-    """Bits per byte, and their interval if it is known: 2.214 (2.171 to 2.259)."""
+    """Bits per byte with their interval, if that is known: 2.214 (2.171 to 2.259)."""
     if not half:
         return f"{bits:.3f}"
     return f"{bits:.3f} ({bits - half:.3f} to {bits + half:.3f})"
 
 
 def save_evaluation(evaluation: Evaluation, name: str, settings: Settings) -> None:
-    """Write the evaluation of a job's model beside it, for reports. Any other one is not kept."""
+    """Write the evaluation of a job's model beside the model, for reports. Others are not kept."""
     if FULL_ID.fullmatch(evaluation.model):
         path = settings.models_dir / evaluation.model / f"eval-{name}.json"
         write_json(str(path), replace(evaluation, parts=[], documents=[]))

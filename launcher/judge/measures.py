@@ -1,4 +1,4 @@
-"""How each anchor in the table of `evaluation` is measured: by the function of its name."""
+"""Measure each anchor of evaluation.py, by the function that has the name of its field."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sm_nanogpt.launcher.text.ids import content_of
 logger = logging.getLogger(__name__)
 
 SAMPLE_TOKENS = 500
-MEMORY = 0.5  # overlap from which a loss measures memory
+MEMORY = 0.5  # with more overlap, a loss measures memory
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,29 @@ class Subject:
 
     worker: Worker
     encoded: Sequence[Encoded]
-    training: TrainingText | None  # None: it cannot be had
-    n_samples: int
+    training: TrainingText | None  # None: it is not on this machine
+    n_samples: int  # samples in which copies of the training text are looked for
 
     @property
     def has_chats(self) -> bool:
-        """True if a text is a conversation: only its answers are scored, so a compressor of all
-        bytes is no comparison."""
+        """True if a text is a conversation. Only its answers are scored, so its loss does not
+        compare with a compressor, which packs all bytes."""
         return any(document.text.is_chat for document in self.encoded)
 
     @cached_property
     def contents(self) -> list[Tensor]:
-        """The bytes of each text as the training text has them, uint8 [n]."""
+        """The bytes of each text, in the form that the training text has, uint8 [n]."""
         contents = []
         for document in self.encoded:
             content: bytes | bytearray = document.text.content
-            if document.text.is_chat:  # with the tokens that begin its turns
+            if document.text.is_chat:  # the training text has the tokens that begin a turn
                 content = content_of(document.ids, self.worker.tokenizer.words)
             contents.append(anchors.as_tensor(content))
         return contents
 
 
 def measure_anchors(subject: Subject) -> dict[str, Any]:
-    """Measures each anchor of the table, by the field of Evaluation that holds it."""
+    """Measure each anchor of the table; return the values by their fields of Evaluation."""
     values = {}
     for name in ANCHORS:
         measure = globals()[name]
@@ -68,14 +68,15 @@ def xz(subject: Subject) -> float | None:
 
 
 def ngram(subject: Subject) -> float | None:
-    """Bits per byte of a 5-gram of the training text; None without it, or for conversations."""
+    """Bits per byte of a 5-gram model of the training text; None for conversations, or if the
+    training text is not here."""
     if subject.training is None or subject.has_chats:
         return None
     return anchors.ngram(subject.training.content, torch.cat(subject.contents))
 
 
 def validation(subject: Subject) -> float | None:
-    """Bits per byte of the model on its own validation text; None if that is not here."""
+    """Bits per byte of the model on its own validation text; None if that text is not here."""
     if subject.training is None or subject.training.validation is None:
         return None
     [document] = encode([subject.training.validation], subject.worker.tokenizer)
@@ -84,9 +85,9 @@ def validation(subject: Subject) -> float | None:
 
 
 def overlap(subject: Subject) -> float | None:
-    """The fraction of the texts that the training text has too; None if that is not here.
+    """The fraction of the texts that the training text contains; None if that is not here.
 
-    Warns if it is most of them.
+    Warns if the fraction is over MEMORY.
     """
     if subject.training is None:
         return None
@@ -97,7 +98,8 @@ def overlap(subject: Subject) -> float | None:
 
 
 def copied(subject: Subject) -> int | None:
-    """The bytes of the longest run of the model's samples that its training text has too."""
+    """The number of bytes of the longest run of the model's samples that its training text
+    contains; None if that is not here."""
     if subject.training is None:
         return None
     samples = subject.worker.sample(

@@ -23,13 +23,13 @@ from sm_nanogpt.launcher.text.chats import turns_of
 from sm_nanogpt.launcher.text.reading import detect_file, open_text
 from sm_nanogpt.launcher.text.records import read_json_lines
 
-OTHER_SECRETS = 200  # are drawn at random for each
-CANARY = re.compile(r"(.*?)\{([^}]*[0-9A-Za-z][^}]*)\}(.*)")  # its beginning, secret, end
-MORE_TOKENS = 8  # than the right answer has bytes
+OTHER_SECRETS = 200  # random secrets that each secret is compared with
+CANARY = re.compile(r"(.*?)\{([^}]*[0-9A-Za-z][^}]*)\}(.*)")  # beginning, secret, and end
+MORE_TOKENS = 8  # an answer may have as many tokens as the right one has bytes, and these
 
 
 def read_canaries(path: Path) -> list[str]:
-    """The lines of a file, each with a secret in braces. Raises InputError."""
+    """Read the lines of a file, each with a secret in braces. Raises InputError."""
     with open_text(detect_file(path, plain=True)) as content:
         lines = content.read().decode().splitlines()
     canaries = []
@@ -52,11 +52,11 @@ def measure_exposure(worker: Worker, canaries: Sequence[str]) -> list[Canary]:
 
 
 def exposure_of(worker: Worker, line: str, vocabulary: str) -> float:
-    """The exposure of the secret in a line, in bits; `vocabulary` has the characters to vary it.
+    """The exposure of the secret in a line, in bits.
 
-    Other secrets are drawn at random, with other digits and letters. Their losses are taken as
-    normal, so that a few of them tell small probabilities. The likeliest of n possible secrets has
-    log2(n) bits.
+    Other secrets are drawn at random: each digit or letter is replaced by another that is in
+    `vocabulary`. Their losses count as normally distributed, so that a few of them are enough to
+    estimate a small probability. The exposure is at most log2 of the number of possible secrets.
     """
     beginning, secret, end = CANARY.fullmatch(line).groups()  # type: ignore[union-attr]
     random = Random(line)
@@ -76,7 +76,8 @@ def exposure_of(worker: Worker, line: str, vocabulary: str) -> float:
 
 
 def alternatives(character: str, vocabulary: str) -> str:
-    """The digits, or letters of the same case, that a model knows; any other character alone."""
+    """The characters that may replace one: the digits, or the letters of its case, in the
+    vocabulary. Any other character stays."""
     for kind in (string.digits, string.ascii_lowercase, string.ascii_uppercase):
         characters = "".join(c for c in kind if c in vocabulary)
         if character in characters:
@@ -86,18 +87,18 @@ def alternatives(character: str, vocabulary: str) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """Messages of a conversation, and the answer that is right."""
+    """The messages of a conversation, and the right answer to the last one."""
 
     messages: list[dict[str, str]]
     answer: str
     kind: str
-    position: str  # where it stands, such as questions.jsonl:3
+    position: str  # such as questions.jsonl:3
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The conversations in a file of JSON; the last message of each is the answer that is right.
+    """Read the conversations in a JSON file. The last message of each is the right answer.
 
-    A record's field `kind` names its kind. Raises InputError.
+    A record may name its kind in the field `kind`. Raises InputError.
     """
     file = detect_file(path)
     read_records = file.format.reader or read_json_lines
@@ -121,11 +122,11 @@ def read_questions(path: Path) -> list[Question]:
 def count_right_answers(
     worker: Worker, questions: Sequence[Question]
 ) -> dict[str, tuple[int, int]]:
-    """By kind of question, how many answers are exactly right, and how many questions there are.
+    """Let the model answer questions, and count the right answers.
 
-    The model answers at temperature 0.
-
-    Raises InputError if the model does not know a character of a question.
+    Returns two numbers by kind of question: that of the answers that are exactly right, and that of
+    the questions. The model answers at temperature 0. Raises InputError if it does not know a
+    character of a question.
     """
     for question in questions:
         text = "".join(message["content"] for message in question.messages)
@@ -138,7 +139,7 @@ def count_right_answers(
     total = Counter[str]()
     for question, answer in zip(questions, answers, strict=True):
         answer = answer.strip()
-        if not worker.chats:  # it has not learned to end an answer, and goes on in another line
+        if not worker.chats:  # a base model does not end an answer, but begins another line
             answer, _, _ = answer.partition("\n")
         total[question.kind] += 1
         if answer == question.answer:

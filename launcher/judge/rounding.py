@@ -1,4 +1,4 @@
-"""In how few bits a model's weights may be kept, by its loss on its validation text."""
+"""Round the weights of a model to the fewest bits that hardly raise its validation loss."""
 
 from __future__ import annotations
 
@@ -30,18 +30,21 @@ from sm_nanogpt.launcher.models.quantization import (
 logger = logging.getLogger(__name__)
 
 MAX_COST = 0.005  # bits per byte that rounding may add to the loss
-STANDARD_ERRORS = 2  # of the cost, which a short text measures badly, that count with it
-PART = 64  # tokens that lie together, of which each part of a text is one measurement
-MIN_PARTS = 8  # fewer may be alike by chance
-VALIDATION_TOKENS = 1 << 16  # on which it is measured
-UNMEASURED_BITS = 8  # where there is no text to measure on
-LOGITS_AT_ONCE = 1 << 24  # 64 MB
+STANDARD_ERRORS = 2  # are added to the cost, since a short text measures it badly
+PART = 64  # neighboring tokens, whose mean cost is one measurement
+MIN_PARTS = 8  # fewer parts may be alike by chance
+VALIDATION_TOKENS = 1 << 16  # on which the cost is measured
+UNMEASURED_BITS = 8  # the bits of a weight, if there is no text to measure on
+LOGITS_AT_ONCE = 1 << 24  # take 64 MB
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounded weights by name, and the losses with them and without, in bits per byte of the
-    validation text; None if there is no text."""
+    """Rounded weights, by name, with their number of bits.
+
+    exact_loss is that of the model before rounding, and rounded_loss that after, in bits per byte
+    of the validation text; None if there is no text.
+    """
 
     bits: int
     parameters: Mapping[str, Quantized | Tensor]
@@ -56,8 +59,11 @@ class Rounding:
 
 
 def round_weights(model: GPT, corpus: Corpus | None, bits: int | None = None) -> Rounding:
-    """The weights of a model in `bits` bits, or in the fewest that hardly cost more than MAX_COST,
-    on other text of the kind either."""
+    """Round the weights of a model to `bits` bits.
+
+    By default, these are the fewest bits that raise the loss by at most MAX_COST, on the validation
+    text and probably on other text of its kind.
+    """
     if corpus is None:
         bits = bits or UNMEASURED_BITS
         return Rounding(bits, quantize_model(model, bits))
@@ -85,11 +91,11 @@ class Losses:
 
 
 def largest_cost(exact: Losses, rounded: Losses) -> float:
-    """What rounding costs on the text and STANDARD_ERRORS more, in bits per byte; infinite for a
-    text that is too short to tell.
+    """What rounding costs on the text, plus STANDARD_ERRORS, in bits per byte; infinite for a text
+    of fewer than MIN_PARTS.
 
-    On 2,000 characters, the cost alone is too low by chance so often that a fifth of the models
-    cost over MAX_COST on other text of the kind.
+    Without the standard errors, a text of 2,000 characters would show too low a cost by chance: a
+    fifth of the models then cost over MAX_COST on other text of its kind.
     """
     differences = rounded.nats - exact.nats
     parts = torch.stack([part.sum() for part in differences.split(PART)])
@@ -102,10 +108,11 @@ def largest_cost(exact: Losses, rounded: Losses) -> float:
 
 @torch.inference_mode()
 def measure_losses(model: GPT, corpus: Corpus) -> Losses:
-    """The losses of VALIDATION_TOKENS of a corpus, in windows as an evaluation of train.py has."""
+    """The losses of the first VALIDATION_TOKENS of a corpus, in the windows in which train.py
+    evaluates."""
     config = replace(model.config, eval_tokens=VALIDATION_TOKENS)
     end = corpus.tokenizer.end if config.mask_documents else None
-    n_logits = config.block_size * model.embed.num_embeddings  # of a window
+    n_logits = config.block_size * model.embed.num_embeddings  # for one window
     windows_at_once = max(1, LOGITS_AT_ONCE // n_logits)
     nats = []
     for chunk in eval_windows(corpus.val, config):

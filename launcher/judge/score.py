@@ -1,4 +1,4 @@
-"""The loss of each token, by the judge's own softmax, and that of documents and passages."""
+"""Compute the losses of tokens, by the judge's own softmax, and those of documents and passages."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from sm_nanogpt.launcher.judge.evaluation import Passage
 from sm_nanogpt.launcher.judge.texts import Encoded
 from sm_nanogpt.launcher.judge.worker import Worker
 
-CONTEXT = 64  # tokens that come before each one that counts, or half of a shorter context
-MANY = 20  # documents that are parts enough of a text
-EXCERPT_MARGIN = 30  # bytes before and after the worst token of a passage
-PASSAGE = 1000  # bytes of the parts of fewer documents
-WORST = 200  # bytes of a passage that is shown
+CONTEXT = 64  # tokens before each one that counts; half of the context, if that is less
+MANY = 20  # with so many documents, each is a part of the text; fewer are cut into passages
+EXCERPT_MARGIN = 30  # bytes that are shown before and behind the worst token of a passage
+PASSAGE = 1000  # bytes of a passage that is a part of the text
+WORST = 200  # bytes of a passage that is shown as one of the worst
 
 
 class ScoredSpan(NamedTuple):
-    """Where a window of inputs begins and ends, and from where on its losses count."""
+    """Where a window of inputs begins and ends, and the first position whose loss counts."""
 
     begin: int
     end: int
@@ -35,16 +35,18 @@ class ScoredSpan(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Ids, int64 [T], and the token that follows each, IGNORED where another window counts it."""
+    """Ids, int64 [T], and targets: the token that follows each id, or IGNORED where the loss counts
+    in another window."""
 
     ids: Tensor
     targets: Tensor
 
 
 def window_spans(n: int, size: int) -> list[ScoredSpan]:
-    """The windows of n inputs, of at most `size` each, so that each input counts once.
+    """Divide n inputs into windows of at most `size`, in which each input counts once.
 
-    Before each input stand min(CONTEXT, size // 2) others of its window, but for the first ones.
+    At least min(CONTEXT, size // 2) inputs of its window come before each input that counts, except
+    at the beginning.
     """
     spans = []
     counted_from = 0
@@ -57,7 +59,7 @@ def window_spans(n: int, size: int) -> list[ScoredSpan]:
 
 
 def cut_windows(encoded: Sequence[Encoded], start: int, size: int) -> list[Window]:
-    """The windows of each document, which stands after the token `start`."""
+    """The windows of all documents. The token `start` comes before each document."""
     windows = []
     for document in encoded:
         inputs = F.pad(document.ids, (1, 0), value=start)
@@ -69,9 +71,9 @@ def cut_windows(encoded: Sequence[Encoded], start: int, size: int) -> list[Windo
 
 
 def nats_of(logits: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
-    """The losses of the targets of each row that are not IGNORED, in nats, float64.
+    """The losses, in nats, of the targets that are not IGNORED, float64 [n] for each row.
 
-    logits is float32 [n, T, V], and each of the n targets int64 [at most T].
+    logits is float32 [n, T, V]; each of the n targets is int64 [T or fewer].
     """
     rows = pad_sequence([*targets], batch_first=True, padding_value=IGNORED)
     rows = F.pad(rows, (0, logits.size(1) - rows.size(1)), value=IGNORED)  # [n, T]
@@ -83,10 +85,10 @@ def nats_of(logits: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
 def score(
     worker: Worker, windows: Sequence[Window], progress: Progress = no_progress
 ) -> list[Tensor]:
-    """The losses of the targets that each window counts, in nats, float64 [n].
+    """Compute the losses of the targets that count, in nats, float64 [n] for each window.
 
-    Windows of one length come in a random order, so that a model which learns from those before
-    cannot come to the same losses twice.
+    Windows of one length come in a random order: a model that learns from the windows before gets
+    other losses each time, which check_causal sees.
     """
     shuffled = list(range(len(windows)))  # indices of windows
     secrets.SystemRandom().shuffle(shuffled)
@@ -105,7 +107,7 @@ def score(
 def losses(
     worker: Worker, encoded: Sequence[Encoded], progress: Progress = no_progress
 ) -> tuple[Tensor, ...]:
-    """The loss of each token of each document, in nats, float64 [n]."""
+    """The losses of the tokens of each document, in nats, float64 [n] for each."""
     windows = cut_windows(encoded, worker.tokenizer.start, worker.block_size)
     nats = torch.cat(score(worker, windows, progress))
     return nats.split([len(document.ids) for document in encoded])
@@ -115,7 +117,7 @@ def losses(
 
 
 def whole_document(document: Encoded, nats: Tensor, excerpt: str = "") -> Passage:
-    """A document as one passage. nats are the losses of its tokens, float64 [n]."""
+    """A document as one passage. nats: the losses of its tokens, float64 [n]."""
     counted = (nats + document.unknown_nats)[document.counts]
     return Passage(
         place=document.text.position,
@@ -129,7 +131,7 @@ def whole_document(document: Encoded, nats: Tensor, excerpt: str = "") -> Passag
 def passages(document: Encoded, nats: Tensor, size: int) -> list[Passage]:
     """A document in parts of some `size` bytes, which end at line breaks if there are any.
 
-    A conversation is one part. nats are the losses of the document's tokens, float64 [n].
+    A conversation is one part. nats: the losses of the document's tokens, float64 [n].
     """
     if document.text.is_chat:
         conversation = one_line(" ".join(document.text.pieces))
@@ -145,7 +147,7 @@ def passages(document: Encoded, nats: Tensor, size: int) -> list[Passage]:
     line = 1
     for (begin, end), (first, stop) in zip(pairwise(cuts), pairwise(first_tokens), strict=True):
         nats_of_part = nats[first:stop]
-        worst = begin  # the byte behind the token that loses most
+        worst = begin  # the byte behind the token with the highest loss
         if len(nats_of_part):
             worst = int(token_ends[first + int(nats_of_part.argmax())])
         excerpt_begin = max(begin, worst - EXCERPT_MARGIN)
@@ -164,8 +166,10 @@ def passages(document: Encoded, nats: Tensor, size: int) -> list[Passage]:
 
 
 def cut_at_lines(content: bytes, size: int) -> list[int]:
-    """Where parts of a text begin and end: each has `size` bytes, and the rest of its line if that
-    is shorter than a part."""
+    """The positions at which parts of a text begin and end, with 0 and the length of the text.
+
+    Each part has `size` bytes, and then the rest of its line, if that has fewer than `size` bytes.
+    """
     cuts = [0]
     while cuts[-1] + 2 * size <= len(content):
         begin = cuts[-1]

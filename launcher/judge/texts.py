@@ -1,4 +1,4 @@
-"""The texts that a model is judged on, as documents; and the text that it has learned from."""
+"""Read the texts on which a model is judged, and the text from which it has learned."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from sm_nanogpt.launcher.values import counted
 
 logger = logging.getLogger(__name__)
 
-TRAINING_BYTES = 1 << 28  # of the text to train on, with which others are compared
-VALIDATION_BYTES = 1 << 17  # of the model's own validation text that are scored
+TRAINING_BYTES = 1 << 28  # bytes of the training text that texts and samples are compared with
+VALIDATION_BYTES = 1 << 17  # bytes of the model's own validation text that are scored
 
 
 @dataclass(frozen=True)
 class Text:
-    """A document."""
+    """A document on which a model is judged."""
 
     position: str  # such as notes.txt, or chats.jsonl:3
-    pieces: Sequence[str]  # of a conversation, its turns
+    pieces: Sequence[str]  # of the text; or the turns of a conversation
     is_chat: bool = False
 
     @cached_property
@@ -58,7 +58,7 @@ class Text:
 
     @cached_property
     def content(self) -> bytes:
-        """The bytes that a model learns: a turn of a conversation ends with a line break."""
+        """The bytes that a model learns. After each turn of a conversation comes a line break."""
         if not self.is_chat:
             return self.characters.encode()
         return "".join(f"{turn}\n" for turn in self.pieces).encode()
@@ -68,20 +68,20 @@ class Text:
 class Encoded:
     """A document as ids.
 
-    It has no ids for characters that the model has never seen. Their bytes and what they cost
-    count with the id before them, or with the first one.
+    A character that the model has never seen has no id. Its bytes, and what it costs, are added to
+    those of the id before it, or of the first id.
     """
 
     text: Text
     ids: Tensor  # int64 [n]
     counts: Tensor  # bool [n]: True where the loss of the id counts
     widths: Tensor  # int64 [n]: the bytes of each id
-    unknown_nats: Tensor  # float64 [n]: what unknown characters cost
-    n_unknown: int = 0  # characters
+    unknown_nats: Tensor  # float64 [n]: what the unknown characters cost
+    n_unknown: int = 0  # the number of unknown characters
 
     @property
     def size(self) -> int:
-        """The bytes that count: of a conversation, those of the answers."""
+        """The number of bytes that count; of a conversation, only the answers count."""
         if self.text.is_chat:
             return int(self.widths[self.counts].sum())
         return len(self.text.content)
@@ -94,8 +94,10 @@ def read_texts(
     column: str = "text",
     me: str = "",
 ) -> list[Text]:
-    """Read the documents of these paths, with the options of `upload_data`, which would take the
-    same ones. Raises InputError."""
+    """Read the documents that `upload_data` would take from these paths, with its options.
+
+    Raises InputError.
+    """
     texts = list[Text]()
     skipped = Skipped()
     options = FileOptions(records=True, encoding=encoding, column=column, me=me)
@@ -113,7 +115,7 @@ def read_texts(
 
 
 def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
-    """The ids of each text. Raises InputError if the model does not know one of its characters."""
+    """Encode texts as ids. Raises InputError if the model does not know a character of a text."""
     check_characters(texts, tokenizer)
     encoder = Encoder(tokenizer, "i")
     has_chats = any(text.is_chat for text in texts)
@@ -124,7 +126,7 @@ def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
         encode_pieces = chat_encoder.encode if text.is_chat else encoder.encode
         content = b"".join(encode_pieces(text.pieces))
         ids = torch.tensor(array("i", content), dtype=torch.int64)
-        counts = ids >= 0  # ~id does not count
+        counts = ids >= 0  # an id that does not count is stored as ~id
         ids = torch.where(counts, ids, ~ids)
         unknown_nats = torch.zeros(len(ids), dtype=torch.float64)
         encoded.append(Encoded(text, ids, counts, widths[ids], unknown_nats))
@@ -132,11 +134,12 @@ def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
 
 
 def encode_known(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
-    """The ids of each text, without the characters that a model of characters has never seen.
+    """Encode texts as ids, without the characters that a model of characters has never seen.
 
-    Each of these costs as much as an escape and its bytes, all equally likely, would. An escape is
-    as likely as such characters are frequent in the texts, and the other characters share the rest
-    of the probability. So the sum of all losses is the length of a code that can be decoded.
+    An unknown character costs as much as an escape, and then its bytes, of which all values are
+    equally likely. The probability of an escape is the share of unknown characters in the texts,
+    and the known characters share the rest. So the sum of all losses is the length of a code that
+    can be decoded.
 
     Raises InputError for conversations, for a text of which the model knows no character, and for
     one that ends its lines in CRLF where the model has only seen LF.
@@ -164,7 +167,7 @@ def encode_known(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
 def without_characters(text: Text, unknown: Set[str]) -> Text:
     """A text without its unknown characters.
 
-    Raises InputError if it has no other ones, or if it ends its lines in an unknown CRLF.
+    Raises InputError if all are unknown, or if its lines end in CRLF and the model knows only LF.
     """
     if "\r" in unknown and "\r" in text.characters:
         raise unknown_characters(text.position, "\r")
@@ -175,9 +178,9 @@ def without_characters(text: Text, unknown: Set[str]) -> Text:
 
 
 def with_unknown(document: Encoded, text: Text, unknown: Set[str], share: float) -> Encoded:
-    """A document of known characters as that of its whole text, as encode_known counts it.
+    """Add what unknown characters cost to the document of the known characters of a text.
 
-    `share` is that of unknown characters in all texts.
+    unknown has the unknown characters, and share is theirs among the characters of all texts.
     """
     widths = document.widths.tolist()
     nats = [-math.log1p(-share)] * len(widths)
@@ -199,7 +202,7 @@ def with_unknown(document: Encoded, text: Text, unknown: Set[str], share: float)
 
 
 def check_characters(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
-    """Raise InputError, which lists them, if a model has no ids for characters of the texts."""
+    """Raise InputError if a model has no ids for characters of the texts, with a list of them."""
     unknown = set[str]()
     positions = []
     for text in texts:
@@ -215,26 +218,26 @@ def check_characters(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
     raise unknown_characters(subject, unknown)
 
 
-# -- the text that a model has learned from --------------------------------------------------------
+# -- the text from which a model has learned -------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TrainingText:
-    """The beginning of the text that a model has learned from."""
+    """The beginning of the text from which a model has learned."""
 
-    content: Tensor  # up to TRAINING_BYTES, uint8 [n]
-    validation: Text | None  # the first VALIDATION_BYTES; None for conversations
+    content: Tensor  # the first TRAINING_BYTES or fewer, uint8 [n]
+    validation: Text | None  # the first VALIDATION_BYTES of that part; None for conversations
 
 
 def training_corpus(
     model: str, directory: Path, settings: Settings, unmeasured: str
 ) -> Corpus | None:
-    """Read the text that the model in a directory has learned from, as ids.
+    """Read the text from which the model in a directory has learned, as ids.
 
-    If it is not here, this is None, and a warning begins with `unmeasured`: what the caller cannot
-    measure without the text.
+    model: the id of its job, or what the user calls it. If the text is not on this machine, returns
+    None, and warns that the caller cannot measure `unmeasured`.
     """
-    # A model that was fetched is in a directory of its job's id.
+    # A model that was fetched is in a directory with the id of its job.
     names = (model, directory.absolute().parent.name)
     job_ids = [name for name in names if FULL_ID.fullmatch(name)]
     problem = "no job of this machine made this model"
@@ -248,7 +251,7 @@ def training_corpus(
 
 
 def corpus_of_job(job_id: str, directory: Path, settings: Settings) -> Corpus:
-    """Read the text of a job from its store, as ids. The directory is that of its model."""
+    """Read the text of a job from its store, as ids. directory: that of the job's model."""
     backend, _ = find(job_id, settings)
     job = backend.job(job_id)
     training = json.loads((directory / "training.json").read_bytes())
@@ -259,7 +262,7 @@ def corpus_of_job(job_id: str, directory: Path, settings: Settings) -> Corpus:
 
 
 def training_of(corpus: Corpus) -> TrainingText:
-    """The text of a corpus to train on, and a part of its validation text."""
+    """The beginnings of the training text and of the validation text of a corpus."""
     vocabulary = corpus.tokenizer.words
     content = as_tensor(content_of(corpus.train, vocabulary, TRAINING_BYTES))
     if corpus.is_chat:
