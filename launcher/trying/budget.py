@@ -1,4 +1,4 @@
-"""What a folder of a search may use, by the runs of the folder that the search began with."""
+"""Limit what a training folder of a search may use, by the runs of the search's first folder."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from sm_nanogpt.launcher.curve import total_steps
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.refusal import Refused
 
-MAX_SIZE = 1.1  # times the parameters and the bytes of the first model
+MAX_SIZE = 1.1  # times the parameters, and the bytes, of the first folder's model
 MAX_TIME = 1.3  # times the time of the first folder
-# On shared seeds, where the base's runs may be of another day, when the machine was less busy.
+# The limit on shared seeds: the runs of the base may be of a day when the machine was less busy.
 CLEARLY_SLOW = 2 * MAX_TIME
 MAX_RATIOS = {"tokens": 1.0, "parameters": MAX_SIZE, "bytes": MAX_SIZE}
-RUN_TIME = "seconds"  # in the entry of a run
+RUN_TIME = "seconds"  # a field of the entry of a run, as is the next
 JUDGE_TIME = "judge_seconds"
 TIMES = {RUN_TIME: "time", JUDGE_TIME: "time before the judge"}
-ENTRY = 64  # bytes that times and mode of a file may hold, and more
-SLOW = 4.0  # times the time of the first folder, after which a run is ended
+ENTRY = 64  # more bytes than the times and the mode of a file can hold
+SLOW = 4.0  # a run that takes so many times the time of the first folder is ended
 
 
 class Budget:
-    """What a folder may use, by the ledger of its search."""
+    """The limits for the folders of a search, by the runs in its ledger."""
 
     def __init__(self, ledger: SearchLedger) -> None:
         self.ledger = ledger
@@ -45,21 +45,21 @@ class Budget:
                 raise Refused(f"{ratio}; at most {max_ratio:g}x")
 
     def mean_seconds(self, folder: str, kind: str = RUN_TIME) -> float:
-        """The seconds that a run of a folder takes; 0 before its first. kind: which of TIMES."""
+        """The mean seconds of a folder's runs; 0 if it has none. kind: a key of TIMES."""
         runs = self.ledger.runs_of(folder)
         if not runs:
             return 0.0
         return fmean(run[kind] for run in runs)
 
     def first_seconds(self, kind: str = RUN_TIME) -> float:
-        """What a run of the search's first folder takes; 0 before its first."""
+        """The mean seconds of the runs of the search's first folder; 0 if it has none."""
         return self.mean_seconds(self.ledger.start["folder"], kind)
 
     def check_time(self, folder: str, base: str, seeds: Sequence[int], max_ratio: float) -> None:
-        """Raise Refused if the runs of a folder on these seeds, or the processes that computed
-        their models for the judge, take too long together.
+        """Raise Refused if the runs of a folder with these seeds take too long in total, or the
+        processes do that computed their models for the judge.
 
-        It is the sum that counts: a median would not show a folder that is slow for some seeds.
+        The sum counts, since a median would not show a folder that is slow for a few seeds.
         """
         runs = [run for run in self.ledger.runs_of(folder) if run["seed"] in seeds]
         for kind, description in TIMES.items():
@@ -69,9 +69,9 @@ class Budget:
                 raise Refused(f"takes {ratio:.2f}x the {description} of the search's first folder")
 
     def slowdown(self, base: str, seeds: Sequence[int], kind: str) -> float:
-        """By how much the base's runs on these seeds took longer than its others: from 1 to 2.
+        """How many times as long the base's runs with these seeds took as its other runs: 1 to 2.
 
-        On a busy machine a program computes for longer, as others use its caches and its core.
+        On a busy machine a program computes for longer, since others use its caches and its core.
         """
         times = list[float]()
         other_times = list[float]()
@@ -86,13 +86,13 @@ class Budget:
 
     @property
     def limit(self) -> float:
-        """The seconds that a run may take; those of the first ones are not limited."""
+        """The seconds that a run may take; infinite for the first runs of the search."""
         return self.limit_of(RUN_TIME)
 
     @property
     def judge_limit(self) -> float:
-        """The seconds that a model may compute before the judge; those of the first ones are not
-        limited."""
+        """The seconds that a model may compute for the judge; infinite for the first models of the
+        search."""
         return self.limit_of(JUDGE_TIME)
 
     def limit_of(self, kind: str) -> float:
@@ -103,8 +103,8 @@ class Budget:
 
 
 def sizes_of(model: Path) -> dict[str, int]:
-    """The parameters of a model, the bytes of its directory, and the tokens on which it was
-    trained, as it says. Raises Refused."""
+    """The parameters of a model, the bytes of its directory, and, as the model itself says, the
+    tokens on which it was trained. Raises Refused if they cannot be read."""
     try:
         config = read_json(model / "training.json")["config"]
         tokens_per_step = config["batch_size"] * config["block_size"]
@@ -113,14 +113,16 @@ def sizes_of(model: Path) -> dict[str, int]:
             tensors, _ = read_header(file, LARGEST_HEADER)
         parameters = sum(math.prod(tensor["shape"]) for tensor in tensors.values())
         n_bytes = sum(bytes_of(path) for path in paths_below(model))
-    except Exception as error:  # it may say anything
+    except Exception as error:  # the run may have written anything
         raise Refused(f"its model cannot be read: {type(error).__name__}: {error}") from None
     return {"parameters": parameters, "tokens": tokens, "bytes": n_bytes}
 
 
 def paths_below(directory: Path) -> Iterator[Path]:
-    """Yield all that a directory holds. Raises OSError for a directory that cannot be listed, whose
-    files can be read by name all the same."""
+    """Yield all files and directories below a directory.
+
+    Raises OSError if a directory cannot be listed: its files could still be read by their names.
+    """
 
     def fail(error: OSError) -> None:
         raise error
@@ -131,7 +133,9 @@ def paths_below(directory: Path) -> Iterator[Path]:
 
 
 def bytes_of(path: Path) -> int:
-    """The bytes of a file or a directory: its content, its name, its times and its mode. A model
-    could hide in the names of empty files."""
+    """The bytes of a file or a directory: of its content, name, times, and mode.
+
+    They all count, since a model could hide in the names of empty files.
+    """
     size = path.lstat().st_size if path.is_file() else 0
     return size + len(os.fsencode(path.name)) + ENTRY

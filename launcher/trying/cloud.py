@@ -1,8 +1,8 @@
-"""The runs of a search as jobs on SageMaker, which never cost more than its ceiling.
+"""Make the runs of a search as jobs on SageMaker, which never cost more than the search's ceiling.
 
-All runs of a stage are one job, since each start costs minutes. What a job may cost is reserved
-in the ledger before anything is sent, and settled by what AWS billed. A job whose command was
-killed is found again by its reservation.
+All runs of a stage are one job, since each start of a job takes minutes. The ledger reserves what a
+job may cost before anything is sent, and later replaces that by what AWS billed. If the command of
+a job was killed, the next command finds the job by its reservation.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_SECONDS = 3600  # after which a job that AWS does not know will never be there
-# Seconds of a job's time limit besides its runs.
-SLACK_SECONDS = 300  # for what may go slower
-SETUP_SECONDS = 120  # before and after them
-UPLOADED = 30e6  # bytes of models in a second
-LARGEST_MODEL = 1 << 36  # bytes
+UNKNOWN_SECONDS = 3600  # a job that AWS does not know after that will never be there
+# Seconds that a job's time limit has besides those of its runs.
+SLACK_SECONDS = 300  # for runs that are slower than expected
+SETUP_SECONDS = 120  # before and after the runs
+UPLOADED = 30e6  # bytes of models that are uploaded in a second
+LARGEST_MODEL = 1 << 36  # bytes of a model that may be packed, before one was measured
 DRIVER = Path(driver.__file__)
-# The filter of system calls, which the driver loads without the launcher.
+# The filter of system calls. The driver loads it without the launcher.
 FILTER_FILES = {"syscalls.py": Path(syscalls.__file__), "pyseccomp.py": syscalls.binding()}
 
 
 class DriverFacts(Document):
-    """What the driver wrote about a run: its seconds, and why it left no model."""
+    """What the driver writes about a run: its seconds, and why it left no model, or ''."""
 
     seconds: float
     problem: str
@@ -71,8 +71,10 @@ class DriverFacts(Document):
 
 @dataclass(frozen=True)
 class JobRun:
-    """A run of a job that has ended, and the directory of what it left. facts is None if the job
-    ended before the run was made."""
+    """A run of a job that has ended, and the directory with the model and the facts of the run.
+
+    facts is None if the job ended before the run was made.
+    """
 
     run: SeededRun
     directory: Path
@@ -83,7 +85,7 @@ class JobRun:
         return self.facts is None or bool(self.facts.problem)
 
     def finish(self) -> TriedRun:
-        """Unpack its model. A run whose archive is damaged has a problem."""
+        """Unpack the model of the run. A damaged archive is the `problem` of the result."""
         if self.facts is None:
             return TriedRun(self.run, self.directory, 0.0, "the job ended before it was made")
         unpacked = self.directory / "unpacked"
@@ -97,11 +99,13 @@ class JobRun:
 
 
 class SageMakerRuns(GroupRun):
-    """Makes the runs of a stage of a search as one job on SageMaker. Other commands may do so at
-    the same time, under the same ledger."""
+    """Makes the runs of a stage of a search as one job on SageMaker.
+
+    Other commands may make runs of the search at the same time, by the same ledger.
+    """
 
     makes_jobs = True
-    at_once = 1  # they are judged one by one when the job has ended
+    at_once = 1  # runs are judged one by one when the job has ended
     ledger: SearchLedger
 
     def __init__(self, search: Search) -> None:
@@ -113,10 +117,11 @@ class SageMakerRuns(GroupRun):
         self.stage: Sequence[SeededRun] = []
 
     def train(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
-        """Make these runs, and yield each. Those of the base come first, since all others are
-        compared with them; those that failed come last.
+        """Make these runs, and yield each.
 
-        Raises OverCeiling if the job may cost more than is left, and ServiceError if it fails.
+        Runs of the base come first, since all others are compared with them. Runs that failed come
+        last. Raises OverCeiling if the job may cost more than is left, and ServiceError if the job
+        fails.
         """
         if not runs:
             return
@@ -130,7 +135,7 @@ class SageMakerRuns(GroupRun):
             job_runs = self.read_runs(entry, runs, description.model_uri, directory)
             for job_run in sorted(job_runs, key=self.order):
                 tried = job_run.finish()
-                if tried.problem:  # a later command makes it anew
+                if tried.problem:  # a later command makes this run again
                     self.note_failure(entry["job"], tried)
                 if job_run.facts is not None:
                     yield tried
@@ -141,7 +146,7 @@ class SageMakerRuns(GroupRun):
     def read_runs(
         self, entry: Entry, runs: Sequence[SeededRun], uri: str, directory: Path
     ) -> list[JobRun]:
-        """What these runs of a job left, from the archive at a URI."""
+        """Fetch the archive of a job's models from a URI, and read what these runs left in it."""
         [archive] = storage.fetch(uri, directory / "tar", settings=self.settings)
         fetch.extract(archive, directory / "runs", uri)
         job_runs = []
@@ -153,7 +158,7 @@ class SageMakerRuns(GroupRun):
         return job_runs
 
     def order(self, job_run: JobRun) -> tuple[bool, bool]:
-        """By what to sort runs: those of the base come first, and those that failed last."""
+        """The key to sort runs by: runs of the base come first, and runs that failed last."""
         is_of_base = job_run.run.source.sha256 == self.ledger.base
         return job_run.has_failed, not is_of_base
 
@@ -164,15 +169,15 @@ class SageMakerRuns(GroupRun):
     # -- money ------------------------------------------------------------------------------------
 
     def cost_of(self, entry: Entry) -> float | None:
-        if entry["place"] != self.account:  # nobody there can be asked
+        if entry["place"] != self.account:  # the job is in an account that is not asked now
             return None
         job_id = entry["job"]
-        is_sending = self.is_sending()  # before AWS is asked, or it could wake in between
+        is_sending = self.is_sending()  # read before AWS is asked: a sender may end in between
         description = self.describe(job_id)
         if description is not None:
             return None if description.is_running else cost_so_far(description, self.settings)
         if self.ledger.was_sent(job_id):
-            return float(entry["usd"])  # it was deleted, and with it what it cost
+            return float(entry["usd"])  # the job was deleted, and what it cost is unknown
         if is_sending or self.seconds_since(job_id) <= UNKNOWN_SECONDS:
             return None
         return 0.0
@@ -184,7 +189,7 @@ class SageMakerRuns(GroupRun):
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        """From the reservation of a job until AWS has answered."""
+        """Hold the lock of a sender, from the reservation of a job until AWS has answered."""
         with (self.search.directory / "sending").open("w") as file:
             locks.lock(file, shared=True)
             yield
@@ -197,7 +202,10 @@ class SageMakerRuns(GroupRun):
     # -- a job ------------------------------------------------------------------------------------
 
     def job_of(self, runs: Sequence[SeededRun]) -> str:
-        """The id of a job that has made these runs, or will: its command was killed; '' without."""
+        """The id of a job that an earlier command sent for these runs; '' if there is none.
+
+        That command was killed. The job runs, or has ended and left models.
+        """
         keys = {run.key for run in runs}
         for entry in reversed(self.ledger.of("reserved")):
             if entry["place"] != self.account or not keys <= self.keys_of(entry):
@@ -210,7 +218,7 @@ class SageMakerRuns(GroupRun):
         return ""
 
     def keys_of(self, entry: Entry) -> set[tuple[str, int]]:
-        """The runs of a job, by folder and seed, but for those that failed."""
+        """The runs of a job that did not fail, as pairs of folder and seed."""
         keys = {(folder, seed) for folder, seed in entry["runs"]}
         for failure in self.ledger.of("failed"):
             if failure["job"] == entry["job"]:
@@ -218,14 +226,15 @@ class SageMakerRuns(GroupRun):
         return keys
 
     def begin_stage(self, runs: Sequence[SeededRun]) -> None:
-        """Take the job that was sent for these runs before, or plan one that is to be sent."""
+        """Find the job that was sent for these runs before, or plan a new one."""
         sent_before = self.job_of(runs)
         if sent_before:
             self.running[1] = sent_before
             return
         self.ledger.settle_all(self.cost_of)
         job_id = launch.new_job_id()
-        # In each GPU's share, the runs of the base come first, and a seed's two runs are in one.
+        # The driver deals runs to GPUs in this order: each GPU makes runs of the base first, and
+        # both runs of a seed.
         base = self.ledger.base
         self.stage = sorted(runs, key=lambda run: run.source.sha256 != base)
         if self.measured is None:
@@ -235,8 +244,10 @@ class SageMakerRuns(GroupRun):
             self.waiting[1] = self.plan_job(job_id, self.stage, seconds, self.settings)
 
     def end_stage(self) -> JobDescription:
-        """The state in which the job has ended. Raises OverCeiling, and ServiceError if it was
-        deleted."""
+        """Wait for the job; return its state at its end.
+
+        Raises OverCeiling, and ServiceError if the job was deleted.
+        """
         for event in self.events():
             if isinstance(event.obstacle, OverQuota):
                 logger.info(f"job {event.job_id} waits: {event.obstacle}")
@@ -257,12 +268,12 @@ class SageMakerRuns(GroupRun):
         logger.info(f"job {plan.job_id}: {len(keys)} runs, at most {usd(cost)}")
 
     def send(self, plan: Plan) -> None:
-        plan.upload()  # which may take long
+        plan.upload()  # may take long
         self.ledger.add("sending", job=plan.job_id)
-        try:  # without keeping its folder, which trains no model
+        try:  # not plan.submit, which keeps the folder: this one trains no model
             plan.backend.submit(plan.job_id, plan.job, plan.placement, plan.request)
         except LauncherError as error:
-            if error.code == "job-may-exist":  # for an hour from now
+            if error.code == "job-may-exist":  # it may still appear, for an hour from now
                 self.ledger.add("sending", job=plan.job_id)
             raise
 
@@ -270,7 +281,10 @@ class SageMakerRuns(GroupRun):
         self.ledger.settle_all(self.cost_of)
 
     def plan_first_job(self, job_id: str, runs: Sequence[SeededRun]) -> Plan:
-        """A job of runs of which none was measured: an hour, or what the ceilings allow."""
+        """Plan the first job of a search, whose runs may take any time.
+
+        Its time limit is an hour, or less if the ceilings allow less.
+        """
         limit = self.ledger.free
         if self.settings.max_cost is not None:  # the ceiling of each job
             limit = min(limit, self.settings.max_cost)
@@ -282,7 +296,7 @@ class SageMakerRuns(GroupRun):
 
         per_hour = cost * 3600 / (DEFAULT_RUN_SECONDS + OVERHEAD_SECONDS)
         affordable_seconds = longest_run(limit, per_hour, keep_alive=0)
-        if affordable_seconds <= SETUP_SECONDS + SLACK_SECONDS:  # then this or `reserve` refuses
+        if affordable_seconds <= SETUP_SECONDS + SLACK_SECONDS:  # this call, or `reserve`, refuses
             return self.plan_job(job_id, runs, DEFAULT_RUN_SECONDS, self.settings)
         logger.info(f"the ceiling allows {affordable_seconds} s")
         return self.plan_job(job_id, runs, affordable_seconds, self.settings)
@@ -290,8 +304,10 @@ class SageMakerRuns(GroupRun):
     def plan_job(
         self, job_id: str, runs: Sequence[SeededRun], seconds: int, settings: Settings
     ) -> Plan:
-        """The job of these runs, with a time limit. Nothing is sent. Raises CeilingTooLow if it may
-        cost more than a job may by the settings."""
+        """Plan the job of these runs, with a time limit. Nothing is sent.
+
+        Raises CeilingTooLow if the job may cost more than the settings allow.
+        """
         hyperparameters = dict(self.search.start["hyperparameters"])
         text = self.text(self.backend.launch_settings())
         request = Request(
@@ -313,27 +329,30 @@ class SageMakerRuns(GroupRun):
         return next(iter(self.ledger.of("run")), None)
 
     def describe(self, job_id: str) -> JobDescription | None:
-        """What AWS says of a job. The ledger has then that AWS knew it."""
+        """Ask AWS about a job. If AWS knows it, the ledger notes that."""
         description = self.backend.describe(job_id)
         if description is not None:
             self.ledger.note_sent(job_id)
         return description
 
     def seconds_for(self, n: int) -> int:
-        """The time limit of a job of n runs: twice what they take, by those that were measured."""
+        """The time limit of a job of n runs, in seconds: twice that of the first folder's runs."""
         run_seconds = self.search.budget.first_seconds()
         n_rounds = math.ceil(n / (count_gpus(self.instance) or 1))
         return math.ceil(SLACK_SECONDS + 2 * run_seconds * n_rounds + self.upload_seconds(n))
 
     def upload_seconds(self, n: int) -> float:
-        """Seconds that the models of n runs take to be packed and uploaded; 0 if unknown."""
+        """The seconds in which the models of n runs are packed and uploaded; 0 if unknown."""
         if self.measured is None:
             return 0.0
         return float(n * self.measured["bytes"] / UPLOADED)
 
     def folder(self, runs: Sequence[SeededRun], seconds: int) -> Source:
-        """The training folder of a job: that of the search's beginning, with the driver in place of
-        its train.py, beside the folders of the runs, of which nothing is imported here."""
+        """The training folder of a job: the first folder of the search, with the driver as its
+        train.py, and below it the folders of the runs.
+
+        Nothing of the runs' folders is imported here.
+        """
         first = self.search.first
         largest_model = LARGEST_MODEL
         if self.measured is not None:
@@ -357,7 +376,7 @@ class SageMakerRuns(GroupRun):
         return Source(first.directory, files)
 
     def text(self, settings: Settings) -> Channel:
-        """The text that the runs read, to be uploaded once."""
+        """The channel of the text that the runs read, which is uploaded once."""
         search = self.search
         files = files_in(search.text)
         meta = read_json(search.text / "meta.json")
@@ -373,12 +392,12 @@ class SageMakerRuns(GroupRun):
 
 
 def cost_of_plan(plan: Plan) -> float:
-    """The USD that a job may cost. Raises InputError if its price is unknown."""
+    """What a job may cost, in USD. Raises InputError if its price is unknown."""
     if plan.job.worst_cost is None:
         raise InputError(f"the price of {plan.job.instance} is unknown, so no ceiling can hold")
     return plan.job.worst_cost
 
 
 def folder_name(source: Source) -> str:
-    """The directory of a folder in a job."""
+    """The name of the directory that a run's training folder has in a job."""
     return f"folder-{source.sha256[:12]}"

@@ -1,8 +1,8 @@
-"""A folder is code: what its files may hold that the search's first folder does not have.
+"""Check that a training folder holds new code, and no data.
 
-Weights, tables and texts in a folder would be work that no budget counts. What a file holds shows
-when it is packed beside the first folder: 300 lines of new code take 3 to 4 kB, most edits under
-100 bytes, and numbers that were trained as many bytes as they have, in whatever form.
+Weights, tables, and texts in a folder would be work that no budget counts. How much a file holds
+shows when it is packed together with the first folder: 300 lines of new code take 3 to 4 kB, and
+most edits under 100 bytes. Trained numbers do not shrink, in whatever form they are written.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.text.repeats import RUN, with_one_space
 from sm_nanogpt.launcher.trying.refusal import Refused
 
-MAX_PACKED = 8 << 10  # bytes of new code, packed: some 700 lines
-MAX_NEW = 4 << 20  # bytes of new code, which take two seconds to pack
-# As `xz -9e`, but for a dictionary that holds both folders and no more.
+MAX_PACKED = 8 << 10  # bytes of packed new code: some 700 lines
+MAX_NEW = 4 << 20  # bytes of new code that are packed, in two seconds
+# The filters of `xz -9e`, with a dictionary that is just large enough for both folders.
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 23}]
-PART = 4  # bytes
+PART = 4  # bytes of the parts by which a run is seen to repeat itself
 
 
 def check_code(source: Source, first: Source, judged: bytes) -> None:
-    """Raise Refused if files hold more than new code, or a part of the judge's text.
+    """Raise Refused if a folder holds more than new code, or a part of `judged`, the judge's text.
 
     first is the folder that the search began with.
     """
@@ -48,7 +48,7 @@ def check_code(source: Source, first: Source, judged: bytes) -> None:
 
 
 def check_size(new_files: Mapping[str, bytes], first: Source) -> None:
-    """Raise Refused if new files hold more, packed, than code does; their names count."""
+    """Raise Refused if new files have more packed bytes than code has. Their names count too."""
     new = with_names(new_files)
     if len(new) > MAX_NEW:
         raise too_much(new_files, f"{len(new):,} bytes", f"{MAX_NEW:,}")
@@ -59,7 +59,7 @@ def check_size(new_files: Mapping[str, bytes], first: Source) -> None:
 
 
 def with_names(files: Mapping[str, bytes]) -> bytes:
-    """The names and contents of files, one after another."""
+    """The names and the contents of files, one after the other."""
     pieces = []
     for name in sorted(files):
         pieces += [name.encode(), b"\n", files[name]]
@@ -68,17 +68,17 @@ def with_names(files: Mapping[str, bytes]) -> bytes:
 
 @functools.lru_cache(maxsize=1)
 def packed_size_of_first(first_code: bytes) -> int:
-    """As packed_size, once for all folders of a search, which have the same first one."""
+    """As packed_size, computed once for all tries of a search, which have one first folder."""
     return packed_size(first_code)
 
 
 def packed_size(content: bytes) -> int:
-    """The bytes of a content as xz packs it."""
+    """The number of bytes to which xz packs a content."""
     return len(lzma.compress(content, lzma.FORMAT_RAW, filters=FILTERS))
 
 
 def too_much(new_files: Mapping[str, bytes], amount: str, limit: str) -> Refused:
-    """A refusal that names the file that holds most."""
+    """The refusal of new files, which names the largest one."""
 
     def size_of(name: str) -> int:
         return len(lzma.compress(new_files[name], preset=0))
@@ -92,14 +92,14 @@ def too_much(new_files: Mapping[str, bytes], amount: str, limit: str) -> Refused
 
 
 def check_copies(name: str, lines: Mapping[int, bytes], runs_of_judge: set[bytes]) -> None:
-    """Raise Refused if lines of a file, by their numbers, hold a run of the judge's text.
+    """Raise Refused if lines of a file contain a run of RUN bytes of the judge's text.
 
-    Each run of white space counts as one space. A run that repeats itself, such as a line of
-    dashes, is no text.
+    name is that of the file; lines has its lines by their numbers. Each run of white space counts
+    as one space. A run that repeats itself, such as a line of dashes, is allowed.
     """
     text = b""
-    numbers = []  # of the lines in text
-    starts = []  # of these lines, in text
+    numbers = []  # of the lines that are in `text`
+    starts = []  # where these lines begin in `text`
     for number, line in lines.items():
         squeezed = b" ".join(line.split())
         if squeezed:
@@ -119,18 +119,18 @@ def check_copies(name: str, lines: Mapping[int, bytes], runs_of_judge: set[bytes
 
 
 def runs_in(text: bytes) -> set[bytes]:
-    """Each part of a text that has RUN bytes."""
+    """All runs of RUN bytes of a text."""
     return {text[start : start + RUN] for start in range(len(text) - RUN + 1)}
 
 
 def end_of_copy(text: bytes, start: int, runs_of_judge: set[bytes]) -> int:
-    """Where a copy of the judge's text ends that starts here."""
+    """Where the copy of the judge's text ends that begins at `start`."""
     while text[start : start + RUN] in runs_of_judge:
         start += 1
     return start - 1 + RUN
 
 
 def repeats_itself(run: bytes) -> bool:
-    """True if a run's parts of PART bytes are mostly the same."""
+    """True if under half of the parts of PART bytes of a run are different."""
     parts = {run[start : start + PART] for start in range(len(run) - PART + 1)}
     return len(parts) < len(run) / 2

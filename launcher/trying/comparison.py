@@ -1,4 +1,4 @@
-"""A folder beside the base: the losses of pairs of runs, which have the same seed."""
+"""Compare a folder with the base, by the losses of pairs of runs with the same seed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHARED = "pairs of all tries"  # the use of the seeds that all folders share
+SHARED = "pairs of all tries"  # the purpose of the seeds that all folders share
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A folder of a search beside the base. use: what their seeds are drawn for."""
+    """A folder of a search, to be compared with the base.
+
+    use: for what the ledger draws the seeds of their runs, such as SHARED.
+    """
 
     search: Search
     source: Source
@@ -41,11 +44,11 @@ class Comparison:
 
     @property
     def are_fresh(self) -> bool:
-        """True if no other folder was trained with the seeds."""
+        """True if the seeds are for this comparison alone."""
         return self.use != SHARED
 
     def differences(self, n: int) -> list[float]:
-        """The loss of the folder less that of the base for n seeds, after the runs for them.
+        """Make the runs for n seeds; return, for each, the folder's loss minus the base's.
 
         Raises Refused if the folder's runs break a rule.
         """
@@ -67,7 +70,7 @@ class Comparison:
         return differences
 
     def expected_course(self, looks: Sequence[int]) -> str:
-        """How many pairs a try takes, and how long, by the runs of the base."""
+        """Describe how many pairs a try takes, and how long, by the times of the base's runs."""
         budget = self.search.budget
         run_seconds = budget.mean_seconds(self.base.sha256) / self.search.run_maker.at_once
         run_seconds += budget.mean_seconds(self.base.sha256, JUDGE_TIME)
@@ -81,7 +84,7 @@ class Comparison:
         return f"{n_pairs} pairs of shared seeds, and {fresh_pairs}: about {shortest} to {longest}"
 
     def missing_runs(self, n: int) -> int:
-        """The number of runs that n pairs of shared seeds still take."""
+        """The number of runs that are still to be made for n pairs of shared seeds."""
         seeds = set(self.ledger.drawn_seeds(SHARED))
         n_missing = 0
         for folder in (self.source.sha256, self.base.sha256):
@@ -90,18 +93,21 @@ class Comparison:
         return n_missing
 
     def is_candidate(self, run: SeededRun) -> bool:
-        """True if a run is of the folder that is tried, not of the base."""
+        """True if a run is of the folder that is tried, and not of the base."""
         return run.source.sha256 == self.source.sha256
 
     def leak_check_bound(self, seed: int) -> float:
-        """The loss below which a model of the folder is checked for looking ahead. Fresh seeds
-        decide, so all of theirs are checked; on shared seeds, only models that beat the base."""
+        """A model of the folder is checked for looking ahead if its loss is below this bound.
+
+        Fresh seeds decide, so all of their models are checked. On shared seeds, only those are that
+        beat the base.
+        """
         if self.are_fresh:
             return math.inf
         return self.ledger.losses.get((self.base.sha256, seed), math.inf)
 
     def check_losses(self, seeds: Sequence[int]) -> None:
-        """Raise Refused if the runs of the folder are one run, or those of another folder."""
+        """Raise Refused if two seeds have one loss, or all losses are those of another folder."""
         losses = self.ledger.losses
         candidate = self.source.sha256
         losses_of_candidate = self.ledger.losses_of(candidate, seeds)
@@ -117,7 +123,7 @@ class Comparison:
                 raise Refused(f"its runs are those of {name}: the change changes nothing")
 
     def may_be_luck(self, gain: float) -> bool:
-        """As `rule.may_be_luck`, by the seeds that both folders were trained with."""
+        """As `rule.may_be_luck`, for all seeds with which both folders were trained."""
         base_seeds = self.ledger.seeds_of(self.base.sha256)
         seeds = self.ledger.seeds_of(self.source.sha256)
         common = [seed for seed in seeds if seed in base_seeds]
@@ -126,7 +132,7 @@ class Comparison:
         return rule.may_be_luck(gain, losses, base_losses)
 
     def numbers(self, differences: Sequence[float]) -> Entry:
-        """The mean difference with its 95 % interval, and the folder's time beside the base's."""
+        """The mean difference with its 95 % interval, and the folder's time over the base's."""
         mean = fmean(differences)
         margin = rule.margin(differences)
         seconds = self.search.budget.mean_seconds(self.source.sha256)

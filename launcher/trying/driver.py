@@ -1,11 +1,12 @@
-"""train.py of a job that makes the runs of a search, one after another on each GPU.
+"""The train.py of a job that makes the runs of a search, one after another on each GPU.
 
-The toolkit starts a process of it for each GPU, and each makes its part of the runs in plan.json.
-No run is trusted: it is a user of its own, which can read its folder, its text and Python's
-packages, and can write into its own directory alone. A filter of system calls keeps it from what is
-no file. Containers of jobs have no namespaces for users; without a network, it reaches nobody.
+The toolkit starts a process of this file for each GPU. Each process makes its share of the runs in
+plan.json. No run is trusted. Each has a user of its own, who can read the run's folder, its text,
+and Python's packages, and can write only into the run's directory. A filter of system calls closes
+what is not a file. A run reaches no network, as the job has none. Namespaces of users are not
+available in the containers of jobs.
 
-The container has nothing of the launcher, so this file imports Python's own library alone.
+The container does not have the launcher, so this file imports only Python's standard library.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
-FOLDER = Path(__file__).resolve().parent  # of the job: this file, and what each run needs
-FIRST_USER = 61_000  # the number of the first run's user; nobody else has it
-SHARED = ("/tmp", "/var/tmp", "/dev/shm")  # where all users may write
-FILTER = ("pyseccomp.py", "syscalls.py")  # beside this file: what closes more than users do
-# It takes the rights of the filter from itself, and becomes the run.
+FOLDER = Path(__file__).resolve().parent  # of the job: it has this file, and the runs' folders
+FIRST_USER = 61_000  # the user id of the first run, which no other user of the image has
+SHARED = ("/tmp", "/var/tmp", "/dev/shm")  # directories in which all users may write
+FILTER = ("pyseccomp.py", "syscalls.py")  # the files of the filter, beside this file
+# This program loads the filter into its own process, and then becomes the run.
 START = """
 import os, sys
 directory, may_fork, *command = sys.argv[1:]
@@ -45,7 +46,7 @@ sockets of this container, and the time of processes that they start may not cou
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the plan: its number in it, the name of its training folder, and its seed."""
+    """A run of the plan: its index there, the name of its training folder, and its seed."""
 
     index: int
     folder: str
@@ -59,7 +60,7 @@ class Run:
 class Driver:
     """Makes the runs of one GPU, each in a new directory below `directory`.
 
-    rank, world_size: this process, and those that make the other runs.
+    rank is the number of this process among the world_size processes that share the runs.
     """
 
     def __init__(self, directory: Path, rank: int, world_size: int) -> None:
@@ -68,13 +69,13 @@ class Driver:
         self.world_size = world_size
         self.started = time.monotonic()
         self.plan = json.loads((FOLDER / "plan.json").read_text())
-        # On a GPU the clock counts, and a run may start its compiler.
+        # On a GPU, runs are timed by the clock, and may start the compiler of kernels.
         self.has_gpu = os.environ.get("SM_NUM_GPUS") not in (None, "", "0")
         self.filter = directory / "filter"
         self.text = directory / "text"
 
     def set_up(self, text: Path) -> None:
-        """Copy what all runs read, so that any user can read it."""
+        """Copy the text and the filter, which all runs read, so that any user can read them."""
         self.directory.chmod(0o711)
         copy_files(text, self.text)
         self.filter.mkdir()
@@ -99,7 +100,7 @@ class Driver:
             sys.stdout.flush()
 
     def make(self, run: Run, target: Path) -> dict[str, Any]:
-        """Make a run in the time that is left, and put its model and its facts into `target`."""
+        """Make a run in the time that is left, and write its model and its facts into `target`."""
         folder = self.directory / run.folder
         if not folder.exists():
             copy_files(FOLDER / run.folder, folder)
@@ -120,7 +121,7 @@ class Driver:
         return facts
 
     def train(self, run: Run, folder: Path, output: Path) -> tuple[float, str]:
-        """Train by a folder; returns the seconds that it took, and why it failed, or nothing."""
+        """Train by a folder; return the seconds that it took, and why it failed, or ''."""
         seconds_left = max(0.0, self.plan["seconds"] - (time.monotonic() - self.started))
         limit = min(self.plan["limit"], seconds_left)
         problem = ""
@@ -163,15 +164,18 @@ class Driver:
         )
 
     def now(self) -> float:
-        """Seconds by the clock on a GPU; on a CPU, those that the runs so far have computed."""
+        """Seconds by the clock, on a GPU; on a CPU, the processor time of all runs so far."""
         if self.has_gpu:
             return time.monotonic()
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         return usage.ru_utime + usage.ru_stime
 
     def environment(self, output: Path) -> dict[str, str]:
-        """The variables of a run. Of the container's, some would make train.py a rank of a job, and
-        some may be secret."""
+        """The environment variables of a run.
+
+        Few are passed on: some variables of the container would make train.py a rank of a job, and
+        some may be secret.
+        """
         passed_on = {}
         for name in self.plan["variables"]:
             if name in os.environ:
@@ -183,11 +187,11 @@ class Driver:
             # Intel's library counts cores by a call that the filter forbids, and would take one.
             "MKL_DYNAMIC": "FALSE",
             "CUDA_VISIBLE_DEVICES": str(self.rank),
-            # Where compilers write.
+            # The directories in which compilers write.
             "HOME": str(output),
             "TMPDIR": str(output),
             "USER": "run",
-            # For train.py it is no container, whose directories it would use.
+            # Without this, train.py would use the directories of the container.
             "SAGEMAKER_BASE_DIR": str(output),
         }
 
@@ -208,8 +212,8 @@ def main() -> None:
 
 
 def close(base: Path) -> None:
-    """Let other users reach Python, wherever the image has it, but not what is below `base`, nor
-    each other."""
+    """Let other users reach Python, wherever the image has it. Close the directory `base` to them,
+    and the directories through which they could reach each other."""
     for python in (sys.executable, sys.prefix, sys.base_prefix):
         for parent in Path(python).resolve().parents:
             if not parent.stat().st_mode & 0o001:
@@ -228,7 +232,8 @@ def has_filter(directory: Path) -> bool:
 
 
 def pack(model: Path, target: Path, max_bytes: int) -> None:
-    """Pack a model, with links as links. Raises OSError if it is a link, or too large."""
+    """Pack the directory of a model; links in it stay links. Raises OSError if the directory is a
+    link, or has over max_bytes."""
     n_bytes = sum(path.lstat().st_size for path in model.rglob("*"))
     if model.is_symlink() or n_bytes > max_bytes:
         raise OSError(f"it is a link, or takes over {max_bytes:,} bytes")
@@ -245,6 +250,7 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def last_line(log: IO[bytes]) -> str:
+    """The last line of a log that is not blank, or ''."""
     n_bytes = log.seek(0, os.SEEK_END)
     log.seek(max(0, n_bytes - 4096))
     text = log.read().decode(errors="replace").strip()
@@ -252,7 +258,7 @@ def last_line(log: IO[bytes]) -> str:
 
 
 def end_all_of(user: int) -> None:
-    """End what a user has left running."""
+    """Kill all processes of a user."""
     code = f"import os; os.getuid() == {user} and os.kill(-1, 9)"
     command = [sys.executable, "-I", "-c", code]
     subprocess.run(command, user=user, group=user, extra_groups=[], stderr=subprocess.DEVNULL)

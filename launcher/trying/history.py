@@ -1,16 +1,18 @@
-"""What a search knows: its ledger, HOME/tries/NAME/ledger.jsonl.
+"""The ledger of a search, HOME/tries/NAME/ledger.jsonl. The kinds of its entries:
 
 start      what the search is: text, hyperparameters, folder, ceiling
-seeds      seeds that were drawn, and what for
+seeds      seeds that were drawn, and their use
 begun      runs that were begun together on this machine
-anew       earlier runs of a folder do not count, since commands that made them were often killed
-run        the loss and the seconds of one folder and seed
-base       what the first folder loses, and by how much that varies
-reserved   what a job may cost, and its runs; settled: what it cost
-sending    it is about to be sent; sent: AWS has it
+anew       a folder whose earlier runs do not count, since its commands were often killed
+run        the loss and the seconds of a run, by folder and seed
+base       the mean loss of the first folder, and its standard deviation
+reserved   what a job may cost, and its runs
+settled    what a job cost
+sending    a job is about to be sent
+sent       AWS has a job
 failed     a run of a job that left no model, and why
-try        a verdict
-gain       what all kept tries gain together
+try        a verdict on a folder
+gain       what all kept folders gain together
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from sm_nanogpt.launcher.files.ledger import Entry
 from sm_nanogpt.launcher.groups.ledger import GroupLedger
 
 LARGEST_SEED = 1 << 31
-# How often commands may be killed while they make runs of a folder: so many times, or once for so
-# many runs. Of 4,000 simulated tries of a folder that changes nothing and waits for a kill where it
-# is unlucky, 0.9 % are kept at most. If one kill for four runs was allowed, it would be 13 %.
+# Commands that make runs of a folder may be killed MAX_KILLS times, or once for each RUNS_PER_KILL
+# runs of it. A folder that changes nothing could wait for a kill whenever it is unlucky: of 4,000
+# such tries, simulated, at most 0.9 % are kept. With one kill for four runs, 13 % would be.
 MAX_KILLS, RUNS_PER_KILL = 3, 16
 
 
@@ -43,7 +45,7 @@ class SearchLedger(GroupLedger):
 
     @property
     def start(self) -> Entry:
-        """What the search is."""
+        """The entry that says what the search is."""
         return self.of("start")[0]
 
     @property
@@ -57,28 +59,31 @@ class SearchLedger(GroupLedger):
 
     @property
     def losses(self) -> dict[tuple[str, int], float]:
-        """Those of all runs, in nats per token, by folder and seed."""
+        """The losses of all runs that count, in nats per token, by folder and seed."""
         losses = {}
         for run in self.runs:
             losses[run["folder"], run["seed"]] = float(run["loss"])
         return losses
 
     def losses_of(self, folder: str, seeds: Iterable[int]) -> list[float]:
-        """Those of the runs of a folder with these seeds."""
+        """The losses of the runs of a folder with these seeds, in their order."""
         losses = self.losses
         return [losses[folder, seed] for seed in seeds]
 
     @property
     def is_in_use(self) -> bool:
-        """True if the base was measured, a job was sent, or money is reserved."""
+        """True if the base was measured, a job was sent, or money is reserved for one."""
         kinds = {entry["kind"] for entry in self.entries}
         return bool(kinds & {"base", "try", "sent"} or self.open_reservations)
 
     @property
     def runs(self) -> list[Entry]:
-        """The runs that count. A folder that was refused, or often killed, begins anew: else it
-        could be tried until each of its runs, which may depend on more than the seed, was lucky
-        once."""
+        """The runs that count.
+
+        After a folder was refused, or its commands were often killed, its earlier runs do not
+        count. Otherwise it could be tried until each of its runs was lucky once, if they depend on
+        more than their seed.
+        """
         runs = list[Entry]()
         for entry in self.entries:
             if entry["kind"] == "run":
@@ -96,9 +101,9 @@ class SearchLedger(GroupLedger):
 
     @property
     def begun_folder(self) -> str:
-        """The folder of which runs were begun on this machine since the last verdict, or ''.
+        """The folder whose runs were begun on this machine since the last verdict, or ''.
 
-        It is the base if runs of no other folder were.
+        It is the base only if no run of another folder was begun.
         """
         base = self.base
         begun = ""
@@ -112,8 +117,8 @@ class SearchLedger(GroupLedger):
         return begun
 
     def kills_of(self, folder: str) -> int:
-        """How often commands were killed before runs of a folder that they had begun were judged,
-        since it began anew."""
+        """How many commands were killed after they had begun runs of a folder and before these were
+        judged. Kills before the folder began anew do not count."""
         n_kills = 0
         unjudged = set[int]()  # seeds of the runs that were begun last
         for entry in self.entries:
@@ -131,18 +136,20 @@ class SearchLedger(GroupLedger):
         return n_kills
 
     def is_often_killed(self, folder: str) -> bool:
-        """True if a folder's runs could be lucky by kills: one that waits to be killed, unless it
-        was lucky, is made again."""
+        """True if commands were killed so often that a folder's runs may be lucky by it.
+
+        A run could wait to be killed unless it was lucky, since a killed run is made again.
+        """
         n_runs = len(self.runs_of(folder))
         return self.kills_of(folder) > max(MAX_KILLS, n_runs / RUNS_PER_KILL)
 
     # -- seeds ------------------------------------------------------------------------------------
 
     def seeds(self, use: str, n: int) -> list[int]:
-        """The first n seeds of a use. Those that the ledger lacks are drawn now, and added to it.
+        """The first n seeds of a use. Seeds that the ledger lacks are drawn now, and added to it.
 
-        So no folder can be made for its seeds. And whoever kills a command because its runs lost
-        too much gets the same seeds again.
+        So no folder can be made for its seeds. And a command that was killed because its runs lost
+        too much gets the same seeds the next time.
         """
         with self.locked():
             seeds = self.drawn_seeds(use)
@@ -156,7 +163,7 @@ class SearchLedger(GroupLedger):
         return seeds[:n]
 
     def drawn_seeds(self, use: str) -> list[int]:
-        """The seeds of a use that were drawn so far."""
+        """The seeds that were drawn for a use so far."""
         seeds = list[int]()
         for entry in self.of("seeds"):
             if entry["use"] == use:
@@ -166,15 +173,16 @@ class SearchLedger(GroupLedger):
     # -- money ------------------------------------------------------------------------------------
 
     def cost_of(self, folder: str) -> float:
-        """USD of the jobs that ended and that had a run of this folder."""
+        """What the jobs with a run of this folder cost, in USD. Only settled jobs count."""
         jobs = set()
         for entry in self.of("reserved"):
-            if folder in dict(entry["runs"]):  # by folder and seed
+            if folder in dict(entry["runs"]):  # pairs of folder and seed
                 jobs.add(entry["job"])
         return math.fsum(entry["usd"] for entry in self.of("settled") if entry["job"] in jobs)
 
     def settle_all(self, cost_of: Callable[[Entry], float | None]) -> None:
-        """Replace reservations by what was billed; None: it is not known yet."""
+        """Settle each open reservation by what its job cost; cost_of returns None if that is not
+        known yet."""
         for job_id, entry in self.open_reservations.items():
             cost = cost_of(entry)
             if cost is not None:
@@ -182,14 +190,14 @@ class SearchLedger(GroupLedger):
 
 
 def begins_anew(entry: Entry) -> bool:
-    """True for an entry after which no earlier run of its folder counts."""
+    """True for an entry after which earlier runs of its folder do not count."""
     if entry["kind"] == "try":
         return bool(entry["verdict"] == "refused")
     return entry["kind"] == "anew"
 
 
 def draw_seeds(n: int, used: set[int]) -> list[int]:
-    """n different seeds that nobody can foresee, none of which is used already."""
+    """Draw n different seeds that nobody can foresee, none of which is in `used`."""
     seeds = list[int]()
     while len(seeds) < n:
         seed = 1 + secrets.randbelow(LARGEST_SEED - 1)

@@ -1,4 +1,4 @@
-"""The runs of a search on this machine."""
+"""Make the runs of a search on this machine."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ class LocalRuns:
             yield from self.train_together(runs[start : start + self.at_once])
 
     def train_together(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
-        """Make runs at the same time. The ledger says before that they begin: if this command is
-        killed, they are made again."""
+        """Make runs at the same time.
+
+        The ledger notes first that they begin. If this command is killed, they are made again.
+        """
         limit = self.search.budget.limit
         local_runs = []
         for run in runs:
@@ -45,8 +47,8 @@ class LocalRuns:
             local_run = Run(run.source, values, self.search.text, limit=limit, is_isolated=True)
             local_runs.append(local_run)
         self.search.ledger.add("begun", runs=[run.key for run in runs])
-        # A model that is judged sees the judge's text, and must not signal it to a run: this could
-        # write it into another model.
+        # While a model is judged, no run goes on (in_groups): the model sees the judge's text, and
+        # could signal it to a run, which could write it into another model.
         for index, ended in run_all(local_runs, len(runs), self.gpus, in_groups=True):
             yield TriedRun(runs[index], ended.directory / "model", ended.seconds, ended.problem)
 

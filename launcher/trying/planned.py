@@ -1,4 +1,4 @@
-"""On how many tokens a folder would train, before anything is paid for its runs."""
+"""Ask a folder on how many tokens it would train, before its runs cost anything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(steps * config.batch_size * config.block_size)
 def planned_tokens(
     source: Source, hyperparameters: Mapping[str, Any], text: Path, limit: float
 ) -> int:
-    """The tokens on which a folder would train, as its config.py says. Raises Refused."""
+    """The number of tokens on which a folder would train, by its config.py. Raises Refused."""
     program = PROGRAM.format(hyperparameters=dict(hyperparameters)).encode()
     printing = Source(source.directory, {**source.files, "train.py": program})
     run = Run(printing, {}, text, limit=limit, is_isolated=True)

@@ -1,4 +1,4 @@
-"""What a search says of runs while they are made: how many there are, and the time left."""
+"""Log how many runs of a search have ended, and the time left."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sm_nanogpt.launcher.values import counted
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 30  # between two lines
-MIN_SECONDS_LEFT = 5  # for which a line is worth its place
+MIN_SECONDS_LEFT = 5  # with less time left, nothing is logged
 
 
 class RunProgress:
-    """Counts runs that have ended, and logs the time left: after the first, and now and then.
+    """Counts runs that have ended, and logs the time left, at most once in PROGRESS_SECONDS.
 
-    Runs that are made together are judged when all of them have ended, so the time that they take
-    is known only then. made_by_job: a job makes all of them before the first is judged; the time
-    left is that of judging, which begins after the job.
+    at_once runs are made together, and judged when all of them have ended, so their time is known
+    only then. made_by_job: a job makes all runs before the first is judged, so the time left is
+    that of judging.
     """
 
     def __init__(self, n_runs: int, at_once: int, made_by_job: bool = False) -> None:
@@ -32,12 +32,12 @@ class RunProgress:
         self.last_line = -math.inf
 
     def begin(self, purpose: str) -> None:
-        """Log what is made."""
+        """Log the purpose and the number of the runs."""
         at_once = min(self.at_once, self.n_runs)
         logger.info(f"{purpose}: {counted(self.n_runs, 'run')}, {at_once} at a time")
 
     def note_made(self) -> None:
-        """A run is made, and is judged next."""
+        """Note that a run was made, and will be judged now."""
         if self.made_by_job and self.n_ended == 0:
             self.start_time = time.monotonic()
 

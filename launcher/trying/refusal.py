@@ -1,4 +1,4 @@
-"""Why the rules of a search do not allow a folder."""
+"""The error for a folder that the rules of a search do not allow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sm_nanogpt.launcher.errors import ServiceError
 
 
 class Refused(ServiceError):
-    """The rules do not allow this folder. is_final: nor would they if it was tried again."""
+    """The rules of a search do not allow a folder. is_final: it may not be tried again."""
 
     def __init__(self, problem: str, is_final: bool = False) -> None:
         super().__init__(problem)

@@ -1,14 +1,14 @@
-"""When a change is better: a sequential test of pairs of runs, and one of fresh pairs.
+"""Decide whether a change is better: by a sequential test of pairs of runs, then by fresh pairs.
 
 A pair is two runs of one seed, of the base and of the changed folder: they begin with the same
 weights and see the same batches, so their difference varies less than either loss. After each
 number of pairs in LOOKS, one-sided t-tests say whether the change is better (at 5 %), or gains less
-than what the search looks for (at 2.5 %). Both may err: there are several looks, and the base's
-runs are the same for all tries. So nothing is kept before fresh seeds, which no one has seen, say
-so again. That test, at 0.5 %, does not depend on the luck by which a change was chosen. The
-reported gain is that of the fresh pairs. If a kept change gains less than the search looks for, its
-gain is overstated, since only lucky ones pass; if it seems to gain less than half of that, it is
-not kept, however sure this is.
+than the search looks for (at 2.5 %). Both tests err more often than that: there are several looks,
+and the base's runs are the same for all tries. So a change is kept only if pairs of fresh seeds,
+which nobody has seen, say so again. That test, at 0.5 %, does not depend on the luck by which the
+change was chosen. The reported gain is that of the fresh pairs. If a kept change gains less than
+the search looks for, its reported gain is too high, since only lucky changes of that kind pass. A
+change that seems to gain less than half of what the search looks for is never kept.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from statistics import correlation, fmean, stdev
 
 logger = logging.getLogger(__name__)
 
-# Quantiles of Student's t, by the number of pairs: 0.95, 0.975, and 0.995.
+# The quantiles 0.95, 0.975, and 0.995 of Student's t, by the number of pairs.
 T95 = {4: 2.353, 8: 1.895, 16: 1.753, 32: 1.696, 64: 1.669}
 T975 = {4: 3.182, 8: 2.365, 16: 2.131, 32: 2.040, 64: 1.998}
 T995 = {4: 5.841, 8: 3.499, 16: 2.947, 32: 2.744, 64: 2.656}
 LOOKS = tuple(T95)
 MIN_FRESH_PAIRS = 32
-# Nats. A smaller gain can come from losses that look ahead by what the judge takes for rounding, or
-# at so few positions that it may miss them.
+# In nats. A smaller gain can come from a model that looks ahead: by so little that the judge takes
+# it for rounding, or at so few positions that the judge may miss them.
 MIN_GAIN = 0.002
 FOUR_OF_FIVE = 0.84  # quantile of the normal distribution
-# The standard deviation of a pair's difference over that of a loss. At `quick`, losses that share a
-# seed correlate by 0.8, also with other initial weights: the order of the batches is most of it.
+# The standard deviation of a pair's difference, divided by that of a loss. At `quick`, losses of
+# one seed correlate by 0.8, also with other initial weights: most of it comes from the order of the
+# batches.
 PAIRED = 0.63
-# Losses of a folder whose batches are the same for all seeds vary by less than this share of the
-# base's, and are correlated with them by less than this. At `quick`, those of honest changes vary
-# by 0.67 or more, and are correlated by 0.79 or more. Both without the worst pairs of the folder.
+# If the batches of a folder are the same for all seeds, the deviation of its losses is less than
+# CHOSEN_SPREAD of the base's, and their correlation with the base's losses is less than
+# CHOSEN_CORRELATION. At `quick`, honest changes have at least 0.67 and 0.79. The worst pairs of the
+# folder do not count for either.
 CHOSEN_SPREAD, CHOSEN_CORRELATION = 0.65, 0.6
-WORST = 1 / 6  # the share of pairs that may be bad so that all others do not look alike
+WORST = 1 / 6  # the share of pairs that do not count for the spread and the correlation
 LUCK = 3.0  # standard deviations by which the best of several hundred orders of batches gains
 
 
@@ -48,7 +50,7 @@ class Decision:
 
     verdict: str  # `kept`, `no better`, or `undecided`
     differences: Sequence[float]
-    are_fresh: bool  # of fresh seeds, or of those that all tries share
+    are_fresh: bool  # True: the pairs are of fresh seeds; False: of seeds that all tries share
 
 
 def standard_error(differences: Sequence[float]) -> float:
@@ -122,7 +124,8 @@ def decide(
     if outcome != "better":
         return Decision(outcome or "undecided", differences, are_fresh=False)
 
-    # As if the change gained half of what it seems to; few pairs tell little of their deviation.
+    # It may gain only half of what it seems to. At least MIN_FRESH_PAIRS, as the deviation of few
+    # pairs is uncertain.
     likely_gain = max(smallest_gain, -fmean(differences) / 2)
     n_fresh = max(MIN_FRESH_PAIRS, pairs_for(likely_gain, stdev(differences) / PAIRED))
     n_fresh = min(n_fresh, looks[-1])
@@ -135,8 +138,11 @@ def decide(
 def without_worst(
     losses: Sequence[float], base_losses: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """The losses of a folder and of the base without the pairs where the folder is worst beside the
-    base: a few bad seeds do not hide that all others are alike."""
+    """The losses of a folder and of the base, without the pairs in which the folder is the worst
+    against the base.
+
+    So a few bad seeds do not hide that all other losses are alike.
+    """
 
     def difference(index: int) -> float:
         return losses[index] - base_losses[index]
@@ -147,10 +153,10 @@ def without_worst(
 
 
 def may_be_luck(gain: float, losses: Sequence[float], base_losses: Sequence[float]) -> bool:
-    """True if a folder may gain so much, in nats, by a lucky order of the batches that it chose.
+    """True if a folder may gain so much, in nats, by choosing a lucky order of batches.
 
-    losses and base_losses are those of the same seeds. If the batches of a folder follow the seed,
-    its losses vary, most of all together with the base's. If they were chosen, its gain has to be
+    losses and base_losses are of the same seeds. If the batches of a folder follow the seed, its
+    losses vary, and mostly together with the base's. If the folder chose them, its gain has to be
     more than that of the luckiest order.
     """
     usual_losses, usual_base_losses = without_worst(losses, base_losses)
@@ -160,6 +166,6 @@ def may_be_luck(gain: float, losses: Sequence[float], base_losses: Sequence[floa
     if correlation(usual_losses, usual_base_losses) > CHOSEN_CORRELATION:
         return False
     base_spread = stdev(base_losses)
-    base_spread += base_spread / math.sqrt(2 * len(base_losses))  # by one standard error of its own
+    base_spread += base_spread / math.sqrt(2 * len(base_losses))  # plus its standard error
     spread_of_orders = math.sqrt(max(0.0, base_spread**2 - spread**2))
     return gain < LUCK * spread_of_orders

@@ -1,4 +1,4 @@
-"""The runs that a search asks for, and what each left; the table of who makes them."""
+"""The runs that a search asks for, what each one left, and the table of what makes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sm_nanogpt.launcher.source import Source
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.trying.search import Search
 
-# Who makes the runs of a search, by the name of its backend's class: a RunMaker.
+# The RunMaker that makes the runs of a search, by the name of the backend's class.
 RUN_MAKERS = {
     "LocalBackend": "sm_nanogpt.launcher.trying.local.LocalRuns",
     "SageMakerBackend": "sm_nanogpt.launcher.trying.cloud.SageMakerRuns",
@@ -31,14 +31,14 @@ class SeededRun:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What the ledger knows it by."""
+        """The folder and the seed, by which the ledger knows the run."""
         return self.source.sha256, self.seed
 
 
 @dataclass(frozen=True)
 class TriedRun:
-    """A run that ended: the directory of its model, and the seconds that it computed; or why it
-    left no model."""
+    """A run that has ended: the directory of its model, the seconds that it computed, and why it
+    left no model, or ''."""
 
     run: SeededRun
     model: Path
@@ -47,23 +47,24 @@ class TriedRun:
 
 
 class RunMaker(Protocol):
-    """Where a search has its runs made."""
+    """Makes the runs of a search."""
 
-    makes_jobs: ClassVar[bool]  # `train` makes one job, whose start takes minutes and costs money
+    makes_jobs: ClassVar[bool]  # each `train` is a job, whose start takes minutes and costs money
 
-    at_once: int  # runs that are made and judged together
+    at_once: int  # the number of runs that are made together, and then judged
 
     def __init__(self, search: Search) -> None: ...
 
     def train(self, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
-        """Make these runs, and yield each when it ends. Its model is there until the next one."""
+        """Make these runs, and yield each when it ends. Its model exists until the next is asked
+        for."""
 
     def cost_of(self, entry: Entry) -> float | None:
-        """What the job of a reservation has cost; None while that is not known."""
+        """What the job of a reservation has cost, in USD; None while that is not known."""
 
 
 def run_maker_class(instance: str) -> type[RunMaker]:
-    """Who makes the runs of a search on an instance. Raises InputError if nobody does."""
+    """The class that makes the runs of a search on an instance. Raises InputError if none does."""
     backend = backend_class(instance)
     path = RUN_MAKERS.get(backend.__name__)
     if path is None:

@@ -1,4 +1,4 @@
-"""The judge of a search: what a model loses on text that no run has seen."""
+"""The judge of a search, who scores models on a text that no run has seen."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.trying.refusal import Refused
 
-# Tokens of a window. In one of the whole text, a model could learn from the text as it reads it.
+# In tokens. In a window as long as the text, a model could learn from the text while it is scored.
 LONGEST_WINDOW = 1 << 10
-LONGEST_REASON = 500  # characters; a model's own words could hold the whole text of the judge
-MODELS = 4  # of fresh seeds, at least, decide whether a folder is kept, and share the cuts
+LONGEST_REASON = 500  # characters: a model's own message could contain the whole judge's text
+MODELS = 4  # at least so many models of fresh seeds decide on a folder, and share the cuts
 N_CUTS = CUTS // MODELS
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a model loses on the text of the judge."""
+    """The loss of a model on the text of the judge."""
 
     loss: float  # nats per token
     seconds: float  # processor time of the process that computed it
 
 
 class Judge:
-    """Judges models by one text, each in processes of its own."""
+    """Scores models on one text, each in processes of its own."""
 
     def __init__(self, content: bytes, tokenizer: Tokenizer, settings: Settings) -> None:
         self.content = content
@@ -44,10 +44,10 @@ class Judge:
     def score(
         self, model: Path, source: Source, leak_check_bound: float, limit: float = math.inf
     ) -> Score:
-        """What a model loses on the text, if its process computes for at most `limit` seconds.
+        """Score a model, whose process may compute for `limit` seconds.
 
-        One that loses less than `leak_check_bound` must neither look ahead nor learn while it is
-        judged. Raises Refused.
+        If its loss is below leak_check_bound, another process checks that it neither looks ahead
+        nor learns from the windows before. Raises Refused.
         """
         try:
             with self.worker(model, source, limit) as worker:
@@ -63,13 +63,16 @@ class Judge:
         return score
 
     def rows_of_check(self, block_size: int) -> float:
-        """The rows of the check for one of the score, at least 1. It counts each twice, since a
-        short row takes longer than its part of a whole one."""
+        """How many rows the check computes for each row of the score, at least 1.
+
+        Each row of the check counts twice: a short row takes longer than its share of a whole row.
+        """
         windows = cut_windows(self.encoded, self.tokenizer.start, block_size)
         return max(1.0, 2 * N_CUTS / len(windows))
 
     def worker(self, model: Path, source: Source, limit: float) -> Worker:
-        """A process that computes a model by the folder as it was kept, not as the run left it."""
+        """Start a process that computes a model by the folder that was kept, which no run can
+        change."""
         folder = self.settings.home / "sources" / source.sha256
         worker = Worker(model, self.settings, folder, self.tokenizer, silent=True, limit=limit)
         worker.block_size = min(worker.block_size, LONGEST_WINDOW)

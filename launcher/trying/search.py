@@ -1,4 +1,4 @@
-"""A search: its text, a part of which no run sees; its base; the verdicts on changed folders."""
+"""A search for a better training folder: its texts, its base, and its verdicts on folders."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OTHER_KEPT = "another folder was kept meanwhile; change that one so, and try it 
 LUCKY_ORDER = "its losses hardly follow the seeds: a lucky order of its batches may gain as much"
 SMALL_RUN = {
     "max_steps": 2,
-    "warmup_steps": 0,  # which may not be more than the steps
+    "warmup_steps": 0,  # may not be more than the steps
     "batch_size": 1,
     "eval_tokens": 4096,
     "device": "cpu",
@@ -53,9 +53,10 @@ SMALL_RUN = {
 
 
 class Search:
-    """A search of this machine, by its name, which logs each step.
+    """The search of this machine that has a name. It logs each step.
 
-    Raises InputError if there is none, and ServiceError if its ledger or text was changed.
+    Raises InputError if there is no such search, and ServiceError if its ledger or a text was
+    changed.
     """
 
     def __init__(self, name: str, settings: Settings) -> None:
@@ -89,7 +90,7 @@ class Search:
         return run_maker_class(self.start["instance"])(self)
 
     def source(self, sha256: str) -> Source:
-        """A folder as it was tried."""
+        """Read the training folder with this SHA-256, as it was tried."""
         source = Source.read(self.settings.home / "sources" / sha256)
         if source.sha256 != sha256:
             raise ServiceError(f"{source.directory} was changed after it was tried")
@@ -102,7 +103,7 @@ class Search:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Those of each run but its seed: it keeps nothing but its model."""
+        """The hyperparameters of each run, without its seed. A run keeps only its model."""
         return {**self.start["hyperparameters"], **SILENT}
 
     def verify(self) -> None:
@@ -120,13 +121,13 @@ class Search:
         return locks.is_locked(self.directory / HELD)
 
     def settle(self) -> None:
-        """Replace what is reserved for jobs that have ended by what they cost."""
+        """Settle the reservations of jobs that have ended."""
         self.ledger.settle_all(self.run_maker.cost_of)
 
     # -- the base ---------------------------------------------------------------------------------
 
     def measure_base(self) -> Entry:
-        """What the first folder loses, and by how much that varies; its runs are made once."""
+        """Measure the mean and the deviation of the first folder's loss; its runs are made once."""
         entries = self.ledger.of("base")
         if entries:
             return entries[0]
@@ -143,10 +144,10 @@ class Search:
     def measure(
         self, runs: Sequence[SeededRun], purpose: str, comparison: Comparison | None = None
     ) -> None:
-        """Make the runs that the ledger does not have, judge them, and add them.
+        """Make the runs that the ledger lacks, judge them, and add them to it.
 
-        purpose is what a line of progress calls them. Raises Refused if a run of the folder that is
-        tried fails or takes more than it may, and ServiceError if a run of the base does.
+        purpose: what the log calls the runs. Raises Refused if a run of the folder that is tried
+        fails or uses more than it may, and ServiceError if a run of the base does.
         """
         losses = self.ledger.losses
         missing = [run for run in runs if run.key not in losses]
@@ -159,9 +160,9 @@ class Search:
             self.ledger.add("run", **entry)
 
     def train(self, runs: Sequence[SeededRun], purpose: str) -> Iterator[TriedRun]:
-        """Make runs, and log how far they are."""
+        """Make runs, yield each, and log the time left."""
         progress = RunProgress(len(runs), self.run_maker.at_once, self.makes_jobs)
-        if runs and not self.makes_jobs:  # a job is logged with what it may cost
+        if runs and not self.makes_jobs:  # a job is logged elsewhere, with its cost
             progress.begin(purpose)
         for finished in self.run_maker.train(runs):
             progress.note_made()
@@ -175,8 +176,7 @@ class Search:
             raise ServiceError(f"the base does not train: {refusal}") from None
 
     def judge_run(self, finished: TriedRun, leak_check_bound: float) -> Entry:
-        """Compute the loss of a run's model. Returns what the ledger gets of the run. Raises
-        Refused."""
+        """Compute the loss of a run's model; return the entry of the run. Raises Refused."""
         if finished.problem:
             raise Refused(finished.problem)
         sizes = sizes_of(finished.model)
@@ -196,8 +196,11 @@ class Search:
 
     @contextmanager
     def held(self, shared: bool) -> Iterator[None]:
-        """Lock this search; waits for other commands. shared: others may hold it shared at the same
-        time, but none may remove it."""
+        """Lock this search, and wait for commands that hold it.
+
+        shared: other commands may hold the search at the same time if they also share it. None can
+        remove it.
+        """
         path = self.directory / HELD
         with storage.errors_about(str(path)), path.open("w") as file:
             if not locks.lock(file, wait=False, shared=shared):
@@ -212,7 +215,7 @@ class Search:
             return self.decide(source, note)
 
     def decide(self, source: Source, note: str) -> Entry:
-        """The verdict on a folder, as the ledger has it."""
+        """Judge a folder, and return the entry of the verdict."""
         self.check_new(source)
         if self.ledger.is_often_killed(source.sha256):
             logger.info("its runs were killed again and again, so they begin anew")
@@ -238,7 +241,7 @@ class Search:
             )
 
     def check_new(self, source: Source) -> None:
-        """Raise InputError for a folder that was tried before, or is the first: it is no try."""
+        """Raise InputError if a folder was tried before, or is the first folder."""
         if source.sha256 == self.start["folder"]:
             raise InputError("the folder is the one that the search began with")
         for entry in self.ledger.of("try"):
@@ -252,7 +255,7 @@ class Search:
                 raise InputError(f"the folder was tried before: try {entry['number']}")
 
     def verdict_on(self, source: Source, base: Source) -> Entry:
-        """The verdict on a folder, with its reason or its numbers."""
+        """Judge a folder; return the verdict, with its reason or its numbers."""
         try:
             max_pairs = self.measure_base()["pairs"]
             self.check(source)
@@ -266,7 +269,7 @@ class Search:
             return {"verdict": "ceiling", "why": str(error)}
 
     def check(self, source: Source) -> None:
-        """Raise Refused for what two small steps on this machine show. They cost nothing."""
+        """Raise Refused for problems that the code shows, or two small steps on this machine do."""
         logger.info("checking the folder: its code, and two small steps")
         check_code(source, self.first, self.judge.content)
         limit = 10 * self.budget.limit
@@ -288,11 +291,11 @@ class Search:
             self.judge.score(model, source, leak_check_bound=math.inf)
 
     def compare(self, source: Source, base: Source, max_pairs: int) -> Entry:
-        """The verdict by pairs: on seeds that all tries share, and then on fresh ones."""
+        """Judge by pairs of runs: with seeds that all tries share, and then with fresh seeds."""
         shared = Comparison(self, source, base)
         fresh = Comparison(self, source, base, use=f"{source.sha256} against {base.sha256}")
         looks = [n for n in rule.LOOKS if n <= max_pairs]
-        if self.makes_jobs:  # each look would be one
+        if self.makes_jobs:  # each look would be a job
             looks = looks[-1:]
         else:
             logger.info(shared.expected_course(looks))
@@ -310,7 +313,7 @@ class Search:
         return verdict
 
     def gain(self, n: int) -> Entry:
-        """Measure on fresh seeds what all kept folders gain together, and add that to the ledger.
+        """Measure with n fresh seeds what all kept folders gain together; add that to the ledger.
 
         Raises InputError if nothing was kept yet.
         """
@@ -322,7 +325,7 @@ class Search:
         last = self.source(self.ledger.base)
         if first.sha256 == last.sha256:
             raise InputError("nothing was kept yet")
-        # Not by the seeds by which it was kept.
+        # These are other seeds than those by which the folders were kept.
         comparison = Comparison(self, last, first, use=f"gain of {last.sha256}")
         numbers = comparison.numbers(comparison.differences(n))
         return self.ledger.add("gain", folder=last.sha256, **numbers)

@@ -1,4 +1,4 @@
-"""How a search begins: a part of the text is kept for the judge, and the rest is for runs."""
+"""Begin a search: keep a part of the text for the judge, and give the rest to the runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sm_nanogpt.launcher.trying.search import HELD, Search, directory_of
 
 logger = logging.getLogger(__name__)
 
-MAX_TOKENS = 1 << 28  # of the text that runs read
+MAX_TOKENS = 1 << 28  # tokens of the text that runs read
 MAX_JUDGED = 1 << 16  # tokens of the validation text that are kept for the judge
 MIN_JUDGED = 1000
 GUIDE = Path(__file__).parent / "AGENTS.md"
@@ -41,11 +41,11 @@ def begin_search(
     smallest_gain: float,
     ceiling: float | None,
 ) -> Search:
-    """Begin a search: keep a part of the text for the judge, and write the first entry.
+    """Begin a search: write the texts of the judge and of the runs, and the first entry.
 
-    request names text, training folder, preset or size, and instance. smallest_gain, in nats, is
-    what the search looks for; ceiling is in USD, None on this machine. Raises InputError if it
-    cannot begin.
+    request has the text, the training folder, the preset or size, and the instance. smallest_gain
+    is the gain that the search looks for, in nats. ceiling is in USD, or None on this machine.
+    Raises InputError if the search cannot begin.
     """
     check_smallest_gain(smallest_gain)
     target = directory_of(name, settings)
@@ -78,11 +78,11 @@ def begin_search(
         keep_source(job.source, settings)
         with scratch(target.parent, ".new-") as temporary:
             directory = temporary / "search"
-            directory.mkdir(mode=0o700)  # of the judge alone
+            directory.mkdir(mode=0o700)  # only the judge may read it
             corpus = corpus_of({"data": text}, settings)
             min_judged = max(MIN_JUDGED, config.block_size + 1)
             start["judge"] = write_texts(directory, corpus, min_judged)
-            # Of an upload of tokens, the corpus has the beginning.
+            # The corpus has only the beginning of an upload of tokens.
             n_tokens = max(n_tokens, len(corpus.train))
             if n_tokens > MAX_TOKENS:
                 logger.info(f"runs read {MAX_TOKENS:,} of {n_tokens:,} {corpus.tokenizer.unit}")
@@ -95,8 +95,10 @@ def begin_search(
 
 
 def with_one_generation(request: Request) -> Request:
-    """The request, of one generation where a launch would choose their number with the size: a
-    search of two would take more than twice as long."""
+    """The request with generations=1, if a launch would choose the number together with the size.
+
+    With two generations, each run would take more than twice as long.
+    """
     if not request.has_open_size:
         return request
     hyperparameters = {"generations": 1, **request.hyperparameters}
@@ -104,7 +106,7 @@ def with_one_generation(request: Request) -> Request:
 
 
 def check_text(text: Channel) -> int:
-    """The tokens of a text. Raises InputError for one that a search cannot take."""
+    """The training tokens of a text. Raises InputError for a text that a search cannot take."""
     if text.upload is not None and not text.upload.chats:
         return text.upload.train_tokens
     problem = "its length is not known" if text.upload is None else "conversations are not judged"
@@ -112,7 +114,7 @@ def check_text(text: Channel) -> int:
 
 
 def check_unreadable(text: Channel) -> None:
-    """Raise InputError if runs on this machine may read a file of the text."""
+    """Raise InputError if runs on this machine could read a file of the text."""
     for file in text.sources:
         if is_readable(Path(file.shown)):
             problem = "runs may read it there, and with it the judge's part"
@@ -120,14 +122,14 @@ def check_unreadable(text: Channel) -> None:
 
 
 def check_smallest_gain(gain: float) -> None:
-    """Raise InputError if a search would look for gains, in nats, that it does not keep."""
+    """Raise InputError for a gain, in nats, that no search keeps."""
     if not MIN_GAIN <= gain < math.inf:
         problem = f"must be at least {MIN_GAIN:g} nats: no change is kept that gains less"
         raise InputError(problem, field="smallest_gain", value=gain)
 
 
 def check_directory(name: str, directory: Path) -> None:
-    """Raise InputError if runs may read the directory of a search, or if there is one."""
+    """Raise InputError if runs could read the directory of a search, or if it exists."""
     if is_readable(directory):
         raise InputError(f"runs may read {directory}; set SM_NANOGPT_HOME to another directory")
     if directory.exists() and not remove_unfinished(directory):
@@ -137,8 +139,8 @@ def check_directory(name: str, directory: Path) -> None:
 def remove_unfinished(directory: Path) -> bool:
     """Remove a search that a command began and did not finish, so that its name is free.
 
-    Returns False, and removes nothing, if it is in use: a command holds it, its base was measured,
-    a job was sent, or money is reserved for one.
+    If the search is in use, this removes nothing and returns False: if a command holds it, its base
+    was measured, a job was sent, or money is reserved for one.
     """
     with storage.errors_about(str(directory)), (directory / HELD).open("w") as file:
         if not locks.lock(file, wait=False):
@@ -152,9 +154,9 @@ def remove_unfinished(directory: Path) -> bool:
 
 
 def write_texts(directory: Path, corpus: Corpus, min_judged: int) -> str:
-    """Write what runs read, and what the judge reads, the end of the validation text.
+    """Write the text of the runs, and that of the judge: the end of the validation text.
 
-    Returns the SHA-256 of the latter. Raises InputError for too short a text.
+    Returns the SHA-256 of the judge's text. Raises InputError if the text is too short.
     """
     tokenizer = corpus.tokenizer
     n_judged = min(MAX_JUDGED, len(corpus.val) // 2)
@@ -167,7 +169,7 @@ def write_texts(directory: Path, corpus: Corpus, min_judged: int) -> str:
     val = draw_ids(corpus.val[0:n_val], MAX_TOKENS)
     write_ids(directory / "text", tokenizer, train, val)
     content = content_of(corpus.val[n_val : len(corpus.val)], tokenizer.words)
-    judged = content.decode(errors="ignore").encode()  # without a part of a character
+    judged = content.decode(errors="ignore").encode()  # drops a part of a character at an end
     (directory / "judge.txt").write_bytes(judged)
     logger.info(f"judge: {n_judged:,} {tokenizer.unit} kept here; no run gets them")
     return hashlib.sha256(judged).hexdigest()
