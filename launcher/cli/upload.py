@@ -135,7 +135,7 @@ def next_command(upload: Upload, tokenizer: str | None) -> str:
         return command("upload-data", "TEXT", "--tokenizer", "bpe")
     if not upload.uri.startswith("file:"):
         instance = "ml.m5.xlarge --preset quick --max-cost 0.20"
-    elif upload.n_training < SHORT and not base:
+    elif upload.n_training() < SHORT and not base:
         instance = f"{LOCAL} --preset auto"
     else:
         instance = LOCAL

@@ -134,7 +134,7 @@ class Draft:
         fit, self.twice_fit = fit_sizes(self.request, self.texts, [page_limit, 2 * page_limit])
         logger.info(f"fit: {fit}")
         self.change_request(fit=None)
-        length = sizing.text_length(self.texts)
+        length = sizing.text_length(self.request, self.texts)
         self.request = sizing.with_chosen_size(self.request, fit.size, length)
 
     def make_job(self) -> None:
@@ -289,7 +289,7 @@ def is_run_of_size(job: TrainingJob, texts: Texts) -> bool:
     for the number of its generations."""
     if job.size is None or job.teacher is not None:
         return False
-    length = sizing.text_length(texts)
+    length = sizing.text_length(job, texts)
     with job.source.user_errors():
         sizes = job.source.module("sizes")
         of_size = sizes.hyperparameters_for_size(job.size, length.n_tokens, length.is_of_chats)

@@ -47,7 +47,7 @@ def fit_sizes(request: Request, texts: Texts, page_limits: Sequence[int]) -> lis
     if not request.source.is_packaged:
         problem = "an edited folder computes this model, which a page cannot"
         raise InputError(problem, field="fit", value=in_units(page_limits[0]))
-    length = sizing.text_length(texts)
+    length = sizing.text_length(request, texts)
     pages = {}
     for size in PAGE_SIZES:
         config = sizing.with_size(request, size, length).config(world_size=1)

@@ -12,6 +12,7 @@ from sm_nanogpt.launcher.files.documents import Scalar
 from sm_nanogpt.launcher.job import Request
 from sm_nanogpt.launcher.launching.texts import (
     FEW_READINGS,
+    PARTS,
     READINGS,
     memorizes,
     readings_of,
@@ -20,6 +21,7 @@ from sm_nanogpt.launcher.launching.texts import (
     unit_of,
 )
 from sm_nanogpt.launcher.text.channels import Channel, Texts
+from sm_nanogpt.launcher.text.store import VALIDATION_FRACTION
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +45,9 @@ class TextLength:
     is_of_chats: bool
 
 
-def text_length(texts: Texts) -> TextLength:
-    """The length of the text to train on. Raises InputError if it is not known."""
+def text_length(request: Request, texts: Texts) -> TextLength:
+    """The length of the text that a run of a request trains on. Raises InputError if it is not
+    known."""
     data = texts["data"]
     upload = data.upload
     if upload is None:
@@ -53,16 +56,30 @@ def text_length(texts: Texts) -> TextLength:
             f"{data.shown}: {problem} of local texts, and of uploads unless this is a dry run; name"
             " another preset"
         )
-    n_tokens = upload.characters if "validation" in texts else upload.n_training
+    n_tokens = upload.characters
+    if "validation" not in texts:
+        n_tokens = upload.n_training(validation_fraction_of(request))
     return TextLength(n_tokens, unit_of(upload), upload.chats)
+
+
+def validation_fraction_of(request: Request) -> float:
+    """The fraction of its text by which a run of a request validates.
+
+    A value that no run takes counts as the default. The check of the hyperparameters refuses it.
+    """
+    try:
+        fraction = float(request.hyperparameters.get("validation_fraction", VALIDATION_FRACTION))
+    except ValueError:
+        return VALIDATION_FRACTION
+    return fraction if 0 < fraction < 1 else VALIDATION_FRACTION
 
 
 def sized(request: Request, texts: Texts) -> Request:
     """The request with the hyperparameters of its size; preset=auto chooses the size."""
     if request.size is not None:
-        return with_logged_size(request, request.size, text_length(texts))
+        return with_logged_size(request, request.size, text_length(request, texts))
     if request.preset == "auto":
-        length = text_length(texts)
+        length = text_length(request, texts)
         return with_chosen_size(request, size_by_text(request, length.n_tokens), length)
     return request
 
@@ -179,7 +196,8 @@ def with_fitting_steps(request: Request, text: Channel) -> Request:
     if request.init_from is None or has_own_steps or text.upload is None:
         return request
     config = request.config(world_size=1)
-    n_tokens = tokens_to_read(text.upload)
+    part = "" if request.validation is None else PARTS["data"]
+    n_tokens = tokens_to_read(text.upload, config, part)
     if not memorizes(config, n_tokens):
         return request
     steps = steps_for(config, n_tokens)

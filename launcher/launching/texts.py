@@ -186,7 +186,7 @@ def lengths_of(upload: Upload, config: Any, part: str) -> dict[str, int]:
         return {"training": upload.train_tokens, "validation": upload.val_tokens}
     if part:
         return {part: upload.characters}
-    n_training = int(upload.characters * (1 - config.validation_fraction))
+    n_training = upload.n_training(config.validation_fraction)
     return {"training": n_training, "validation": upload.characters - n_training}
 
 
@@ -217,13 +217,14 @@ def steps_for(config: Any, n_tokens: int) -> int:
     return max(1, READINGS * n_tokens // (config.batch_size * config.block_size))
 
 
-def tokens_to_read(upload: Upload) -> int:
+def tokens_to_read(upload: Upload, config: Any, part: str) -> int:
     """The tokens or characters that a run counts when it reads a text once.
 
-    A run counts whole rows, and those of conversations may be half empty.
+    A run counts whole rows, and those of conversations may be half empty. part is as for
+    check_upload.
     """
     rows_per_text = 2 if upload.chats else 1
-    return rows_per_text * upload.n_training
+    return rows_per_text * lengths_of(upload, config, part)["training"]
 
 
 def readings_of(config: Any, n_tokens: int) -> float:

@@ -21,7 +21,7 @@ from sm_nanogpt.launcher.settings import Settings, load_settings
 from sm_nanogpt.launcher.text.documents import digest_of, survey_documents, survey_text
 from sm_nanogpt.launcher.text.files import FileOptions, find_files, warn_of_held_out
 from sm_nanogpt.launcher.text.reading import File
-from sm_nanogpt.launcher.text.repeats import share_within, warn_of_repeats
+from sm_nanogpt.launcher.text.repeats import share_within_text, warn_of_repeats
 from sm_nanogpt.launcher.text.sources import name_of, open_sources, temporary
 from sm_nanogpt.launcher.text.store import (
     Upload,
@@ -131,7 +131,7 @@ def survey_upload(
         characters=survey.characters,
         vocabulary_size=len(survey.vocabulary),
         vocabulary=survey.vocabulary,
-        repeated=share_within(survey.files, survey.characters),
+        repeated=share_within_text(survey.files, survey.characters),
     )
     return upload, survey.files
 
@@ -200,7 +200,7 @@ def send_tokens(
             documents=survey.documents,
             chats=survey.chats > 0,
             tokenizer=fingerprint(tokenizer),
-            repeated=None if survey.chats else tokens.share_within(directory),
+            repeated=None if survey.chats else tokens.share_within_tokens(directory),
             **encoded,
         )
         return send(upload, shards, settings, progress)

@@ -14,10 +14,10 @@ from pathlib import Path
 from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
 from sm_nanogpt.launcher.text.encodings import read_text
 from sm_nanogpt.launcher.text.reading import File, open_text
+from sm_nanogpt.launcher.text.store import VALIDATION_FRACTION
 
 logger = logging.getLogger(__name__)
 
-VALIDATION_FRACTION = 0.1  # of a text that comes without a validation text: its end
 RUN = 50  # bytes that two texts do not share by chance
 LIMIT = 0.2  # the share from which a user is warned
 SAMPLE = 1 << 18  # bytes of a validation text that are searched for in the training text
@@ -76,20 +76,22 @@ def sampled_ranges(length: int, limit: int = SAMPLE) -> list[tuple[int, int]]:
 # -- plain text ------------------------------------------------------------------------------------
 
 
-def share_within(files: Sequence[File], characters: int) -> float:
-    """The repeated share of a text's last part, which validates, in the part before.
+def share_within_text(files: Sequence[File], n_characters: int) -> float:
+    """The share of the last tenth of a text, which validates, that the part before contains.
 
-    characters is the length of the text.
+    n_characters is the length of the text.
     """
-    n_train = int(characters * (1 - VALIDATION_FRACTION))
-    validation = sample_of(files, n_train, characters - n_train)
+    n_train = int(n_characters * (1 - VALIDATION_FRACTION))
+    validation = sample_of(files, n_train, n_characters - n_train)
     return repeated_share(training_of(files, n_train), validation, size_of(files))
 
 
 @cache  # all jobs of a sweep ask for it
-def share_between(files: tuple[File, ...], validation: tuple[File, ...], characters: int) -> float:
-    """The repeated share of a validation text of so many characters in another text."""
-    sample = sample_of(validation, 0, characters)
+def share_between(
+    files: tuple[File, ...], validation: tuple[File, ...], n_characters: int
+) -> float:
+    """The share of a validation text, of n_characters, that the text in `files` contains."""
+    sample = sample_of(validation, 0, n_characters)
     return repeated_share(training_of(files, TRAINING), sample, size_of(files))
 
 

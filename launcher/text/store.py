@@ -29,6 +29,8 @@ from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+VALIDATION_FRACTION = 0.1  # of a text that comes without a validation text: its end
+
 
 @dataclass(frozen=True)
 class Upload:
@@ -53,10 +55,9 @@ class Upload:
     repeated: Annotated[float, Field(ge=0, le=1)] | None = None
     owner: str = ""  # who uploaded it to S3, as in the tag of a job
 
-    @property
-    def n_training(self) -> int:
-        """The number of tokens to train on, or of characters."""
-        return self.train_tokens or int(0.9 * self.characters)
+    def n_training(self, validation_fraction: float = VALIDATION_FRACTION) -> int:
+        """The tokens to train on; or the characters, if a fraction at the end validates."""
+        return self.train_tokens or int(self.characters * (1 - validation_fraction))
 
     def is_whole(self, sizes: Mapping[str, int]) -> bool:
         """True if these are its files, by their names and sizes in bytes."""

@@ -37,6 +37,7 @@ from sm_nanogpt.launcher.text import repeats
 from sm_nanogpt.launcher.text.documents import Survey, read_documents
 from sm_nanogpt.launcher.text.ids import IDS_AT_ONCE, content_of, write_meta, write_tokenizer
 from sm_nanogpt.launcher.text.reading import File
+from sm_nanogpt.launcher.text.store import VALIDATION_FRACTION
 from sm_nanogpt.launcher.text.tokenizer import USUAL_ENDS
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def encode_documents(files: Sequence[File], survey: Survey, writer: DocumentWrit
     """Write the documents of files. Raises InputError if they are not those of the survey."""
     cut = 0  # characters after which a single document is cut
     if survey.documents == 1:
-        cut = int(survey.characters * (1 - repeats.VALIDATION_FRACTION))
+        cut = int(survey.characters * (1 - VALIDATION_FRACTION))
     survey_again = Survey()
     for batch in batches(read_documents(files, survey_again), cut):
         writer.write(batch)
@@ -130,12 +131,12 @@ def report_parts(n_train: int, n_val: int) -> None:
     """Log the number of tokens for training and for validation."""
     logger.info(f"tokenizer: {n_train:,} tokens to train on, {n_val:,} to validate on")
     share = n_val / (n_train + n_val)
-    if share > 2 * repeats.VALIDATION_FRACTION:
+    if share > 2 * VALIDATION_FRACTION:
         reason = "each document is whole, and longer than a tenth of the text"
         logger.warning(f"{share:.0%} of the tokens are for validation: {reason}")
 
 
-def share_within(directory: Path) -> float:
+def share_within_tokens(directory: Path) -> float:
     """The share of the validation tokens whose text the training tokens contain, 0 to 1."""
     corpus = read_tokens(directory, Config())
     vocabulary = corpus.tokenizer.words
@@ -176,7 +177,7 @@ def split(ends: array[int], hashes: Sequence[int]) -> dict[str, list[int]]:
     if len(lengths) == 1:
         raise InputError(f"all {len(ends):,} documents are equal; give one of them")
 
-    max_tokens = min(int(ends[-1] * repeats.VALIDATION_FRACTION), VALIDATION_TOKENS)
+    max_tokens = min(int(ends[-1] * VALIDATION_FRACTION), VALIDATION_TOKENS)
     validation: set[int] = set()  # hashes
     n_tokens = 0
     for index in reversed(order):

@@ -141,6 +141,25 @@ def test_a_start_from_a_model_in_few_steps_warns(tokens, warns, caplog):
     assert any("so few steps" in message for message in caplog.messages) is warns
 
 
+def plain_text(characters: int) -> dict[str, Channel]:
+    upload = Upload("file:///data", characters, "", (), characters=characters)
+    return {"data": Channel("text", "file:///data", upload)}
+
+
+def test_a_size_is_for_the_part_of_the_text_that_trains():
+    half = job("local", size=1.0, validation_fraction=0.5)
+    length = sizing.text_length(half, plain_text(100_000))
+    assert length.n_tokens == 50_000
+    refused = job("local", size=1.0, validation_fraction=7)  # by the check of the hyperparameters
+    assert sizing.text_length(refused, plain_text(100_000)).n_tokens == 90_000
+
+
+def test_readings_count_the_part_of_the_text_that_trains():
+    upload = plain_text(100_000)["data"].upload
+    assert texts.tokens_to_read(upload, Config(validation_fraction=0.5), part="") == 50_000
+    assert texts.tokens_to_read(upload, Config(), part="training") == 100_000
+
+
 @pytest.mark.parametrize(
     "instance, tokens, size",
     [
