@@ -1,1 +1,1 @@
-"""Texts and tokens, from files to a store."""
+"""Read texts from files, encode them as tokens, and upload them to a store."""

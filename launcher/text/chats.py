@@ -1,6 +1,6 @@
-"""Conversations as others write them, as turns, which launcher/models/chat.py encodes.
+"""Read conversations in the forms in which other programs write them.
 
-docs/chat.md has the table of forms.
+The result is turns, which launcher/models/chat.py encodes. docs/chat.md has the table of forms.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from typing import Any
 from sm_nanogpt.launcher.models.encoder import ASSISTANT_PREFIX
 from sm_nanogpt.launcher.text.skipped import EXAMPLE, Unlearnable
 
-ROLES = {  # a role, or the name that another program has for it
+ROLES = {  # our role, by the name that a program has for it
     "system": "system",
     "user": "user",
     "assistant": "assistant",
     "developer": "system",
     "human": "user",
     "gpt": "assistant",
-    "chatgpt": "assistant",  # as ShareGPT has it, with the next two
+    "chatgpt": "assistant",  # ShareGPT writes this and the next two
     "bing": "assistant",
     "bard": "assistant",
 }
 LISTS = ("messages", "conversations")
-QUESTIONS = {"output": "instruction", "completion": "prompt"}  # by the field of the answer
+QUESTIONS = {"output": "instruction", "completion": "prompt"}  # by the answer's field
 FIELDS = {
     *LISTS,
     *QUESTIONS.keys(),
@@ -36,20 +36,20 @@ FIELDS = {
 
 
 class BadConversation(Exception):
-    """Why no model can learn from a conversation: its message or field, and the problem of it."""
+    """No model can learn from a conversation. subject: its message, or field, with the problem."""
 
     def __init__(self, subject: str, problem: str) -> None:
         super().__init__(f"{subject} {problem}")
-        self.reason = f"{subject} {problem}"  # which many conversations share
-        if subject.startswith("message "):  # message 3
+        self.reason = f"{subject} {problem}"  # the same text for many conversations
+        if subject.startswith("message "):  # such as message 3
             self.reason = f"a message {problem}"
 
 
 def turns_of(record: Any, position: str, column: str = "text") -> list[str] | None:
-    """The turns of a conversation, each as `role\\ncontent`; None if the record is none.
+    """The turns of a conversation, each as `role\\ncontent`; None if the record is no conversation.
 
-    column is the field that holds a text, if the record is one. Raises Unlearnable, whose message
-    starts with `position`, if no model can learn from it.
+    column is the field of the text in records that are texts. Raises Unlearnable, whose message
+    starts with `position`, if no model can learn from the conversation.
     """
     try:
         messages = messages_of(record, column)
@@ -73,10 +73,10 @@ def is_empty(value: Any) -> bool:
 
 
 def messages_of(record: Any, column: str) -> dict[str, Any] | None:
-    """The messages of a record, by what an error calls each; None if it is no conversation.
+    """The messages of a record, by their names in errors; None if the record is no conversation.
 
-    Tables that were joined have empty columns, so the first form that holds anything counts. If
-    all are empty, a record that has the column of a text is that text.
+    Tables that were joined have empty columns, so the first form counts whose fields are not empty.
+    If all are empty, and the record has the column of a text, it is a text.
     """
     if isinstance(record, list):
         return number_messages(record)
@@ -101,8 +101,10 @@ def messages_of(record: Any, column: str) -> dict[str, Any] | None:
 
 
 def question_and_answer(fields: dict[str, Any], question: str, answer: str) -> dict[str, Any]:
-    """The messages of a record with two fields, as messages_of returns them. Raises
-    BadConversation."""
+    """The messages of a record with a field for the question and one for the answer.
+
+    Returns them by their names in errors. Raises BadConversation.
+    """
     if fields.get("label") is False or fields.get("kto_tag") is False:
         raise BadConversation(f"`{answer}`", "is labeled as a bad answer, and all are learned")
     if "history" in fields:
@@ -120,7 +122,7 @@ def question_and_answer(fields: dict[str, Any], question: str, answer: str) -> d
 
 
 def add_input(instruction: Any, context: Any) -> Any:
-    """Put the input after an instruction and a blank line, as Alpaca's own prompt does."""
+    """Append the input to an instruction, after a blank line, as Alpaca's own prompt does."""
     if instruction is None:
         return context
     return [{"type": "text", "text": text} for text in (instruction, "\n\n", context)]
@@ -135,7 +137,7 @@ def number_messages(messages: list[Any]) -> dict[str, Any]:
 
 
 def turns_of_messages(messages: dict[str, Any]) -> list[str]:
-    """Each message as a turn, but for an empty system message. Raises BadConversation."""
+    """Each message as a turn; empty system messages are dropped. Raises BadConversation."""
     if not messages:
         raise BadConversation("the conversation", "has no messages")
     turns: list[str] = []
@@ -167,7 +169,7 @@ def message_content(message: dict[str, Any]) -> Any:
 
 
 def text_of(content: Any) -> str | None:
-    """The text of a message: a string, or parts of the type text; else None."""
+    """The text of a message, which is a string or a list of parts of the type text; else None."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -36,7 +36,7 @@ from sm_nanogpt.launcher.values import plain
 
 logger = logging.getLogger(__name__)
 
-TOKENS_VERSION = 6  # of what launcher.text.tokens writes
+TOKENS_VERSION = 6  # of the files that launcher.text.tokens writes
 
 
 def upload_data(
@@ -51,22 +51,23 @@ def upload_data(
     encoding: str = "",
     me: str = "",
 ) -> Upload:
-    """Put files of text, and those below folders, into the store as one upload.
+    """Upload files of text, and the files below folders, to the store as one upload.
 
     A path may also be `-`, for standard input, hf://datasets/OWNER/NAME/... or s3://bucket/... .
-    docs/tokens.md has the formats. include adds plain text by patterns, such as `*.py`; exclude
-    leaves out files or folders; encoding is that of files that are not UTF-8. me is the person in
-    exported chats whose messages the model learns to write.
+    docs/tokens.md has the formats. include has patterns, such as `*.py`, of files to take as plain
+    text; exclude has patterns of files and folders to leave out. encoding is that of files that are
+    not UTF-8. me is the person in exported chats whose messages the model learns to write.
 
-    With a tokenizer, the upload is of tokens: `bpe` learns vocab_size of them from the text
-    (None: as many as fit it); else it is a tokenizer.json, a directory or a job that has one. Then
-    files may also hold records: conversations, or documents in the field `column`.
+    With a tokenizer, the upload is of tokens. The tokenizer `bpe` learns vocab_size tokens from the
+    text (None: a number that fits its length). Any other names a tokenizer.json, or a directory or
+    a job that has one. Then files may also hold records: conversations, or documents in the field
+    `column`.
 
-    The default store is that of the stack, if AWS is configured and there is one; else it is on
-    this machine. Text that is already there is not sent again.
+    The default store is that of the stack, if AWS is configured and there is a stack; else it is on
+    this machine. A text that the store has is not sent again.
 
     Raises InputError if the files are not text or are too short to train on, and as with_store
-    does; ServiceError if the store failed.
+    does; ServiceError if the store fails.
     """
     texts = strings_of(paths)
     name = name_of(texts[0]) if texts else "no path"
@@ -101,7 +102,7 @@ def upload_data(
 
 
 def strings_of(values: str | Path | Upload | Iterable[str | Path | Upload]) -> list[str]:
-    """The paths, URIs or patterns that a user gave: one or several, of any type that has a text."""
+    """The paths, URIs, or patterns that a user gave as one value or several, as strings."""
     strings = plain(values)
     if isinstance(strings, str):
         return [strings]
@@ -111,7 +112,7 @@ def strings_of(values: str | Path | Upload | Iterable[str | Path | Upload]) -> l
 def survey_upload(
     name: str, files: Sequence[File], settings: Settings
 ) -> tuple[Upload, list[File]]:
-    """Read files of plain text; return the upload that they make, and those of them that it has.
+    """Read files of plain text; return their upload, and the files that it has.
 
     Raises InputError as survey_text.
     """
@@ -139,7 +140,7 @@ def survey_upload(
 def upload_of(
     name: str, files: Sequence[File], settings: Settings, kind: str = "data", **facts: Any
 ) -> Upload:
-    """The upload of files as they are, such as those of a model. facts are other fields of it."""
+    """The upload of files that are not converted, such as a model's. facts: its other fields."""
     sha256 = digest_of(files)
     uri = upload_uri(name, sha256, settings, kind)
     return Upload(
@@ -160,7 +161,7 @@ def send_tokens(
     settings: Settings,
     progress: Progress,
 ) -> Upload:
-    """Encode text as tokens and upload them, unless they are in the store."""
+    """Encode files as tokens and upload these, unless the store has them."""
     from sm_nanogpt.launcher.text import tokens
     from sm_nanogpt.launcher.text.tokenizer import (
         find_tokenizer,
@@ -207,9 +208,9 @@ def send_tokens(
 
 
 def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Progress) -> Upload:
-    """Put a surveyed upload into the store, unless it is there.
+    """Write a surveyed upload into the store, unless the store has it.
 
-    Returns it with its owner. Raises InputError if its files changed meanwhile.
+    Returns the upload with its owner. Raises InputError if its files changed meanwhile.
     """
     if not upload.uploaded:
         return upload
@@ -217,10 +218,10 @@ def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Pr
     if directory is None:
         upload = replace(upload, owner=owner_of_upload(settings))
     else:
-        remove_leftovers(directory.rglob(TEMPORARY_FILES))  # of an upload that was killed
+        remove_leftovers(directory.rglob(TEMPORARY_FILES))  # those of an upload that was killed
     expect(progress, upload.size)
     write_files(files, upload.uri, settings, progress)
-    if digest_of(files) != upload.sha256:  # leave it without a manifest
+    if digest_of(files) != upload.sha256:  # without a manifest, the upload is incomplete
         raise InputError("the text changed during the upload; upload it again")
     manifest = {key: value for key, value in asdict(upload).items() if key != "uploaded"}
     storage.write_json(f"{upload.uri}.json", manifest, settings)

@@ -1,4 +1,4 @@
-"""The documents of files, and a survey of them before they are uploaded."""
+"""Read the documents of files, and survey them before they are uploaded."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ MAX_KINDS_SHOWN = 8
 class Suspicion:
     """A sign that a text was damaged before it came here."""
 
-    pattern: bytes  # in its UTF-8
+    pattern: bytes  # of the UTF-8 of a damaged text
     problem: str
-    encoding: str = ""  # of the original, where another one may help
+    encoding: str = ""  # in which the original may be read, if one may help
 
 
 SUSPICIONS = (
@@ -69,7 +69,7 @@ SUSPICIONS = (
 
 @dataclass
 class Survey:
-    """Counts of a text that was read once, and a SHA-256 of its names and contents."""
+    """What one reading of a text has counted, and the SHA-256 of the files' names and contents."""
 
     documents: int = 0
     empty: int = 0  # documents that are left out
@@ -77,15 +77,15 @@ class Survey:
     characters: int = 0
     size: int = 0  # bytes of UTF-8
     sha256: str = ""
-    vocabulary: str = ""  # its characters; "" for documents
-    files: list[File] = field(default_factory=list)  # of a plain text, those that are kept
-    suspicions: dict[Suspicion, str] = field(default_factory=dict)  # and where each is first met
+    vocabulary: str = ""  # the characters of a plain text; "" for documents
+    files: list[File] = field(default_factory=list)  # files of a plain text that are kept
+    suspicions: dict[Suspicion, str] = field(default_factory=dict)  # with their first positions
     skipped: Skipped = field(default_factory=Skipped)
 
     def note_suspicions(self, content: bytes, position: str) -> None:
-        """Note the suspicions that a part of the text is the first to raise."""
+        """Note the suspicions that a part of the text raises first, at its position."""
         if content.isascii() and b"\r" not in content and b"\x1b" not in content:
-            return  # at once, for many short turns
+            return  # fast, as there may be many short turns
         for suspicion in SUSPICIONS:
             if suspicion not in self.suspicions and re.search(suspicion.pattern, content):
                 self.suspicions[suspicion] = position
@@ -93,8 +93,8 @@ class Survey:
     def check(self, name: object) -> None:
         """Warn of suspicions, and of conversations that are left out.
 
-        Raises InputError if too many conversations are left out, or there is too little text for
-        any run.
+        name: what errors call the text. Raises InputError if too many conversations are left out,
+        or if the text is too short for any run.
         """
         self.skipped.check(self.chats)
         for suspicion, position in self.suspicions.items():
@@ -111,9 +111,9 @@ class Survey:
 
 
 def survey_text(name: str, files: Sequence[File]) -> Survey:
-    """Read files of plain text as train.py would; empty and equal ones are left out.
+    """Read files of plain text as train.py would. Empty files and equal ones are left out.
 
-    Raises InputError as Survey.check does, with the name of the text.
+    name: what errors call the text. Raises InputError as Survey.check does.
     """
     survey = Survey()
     digest = hashlib.sha256()
@@ -151,7 +151,7 @@ def survey_text(name: str, files: Sequence[File]) -> Survey:
 
 
 def digest_of(files: Sequence[File]) -> str:
-    """The SHA-256 over names and contents, as survey_text computes it."""
+    """The SHA-256 of the names and contents of files, as survey_text computes it."""
     digest = hashlib.sha256()
     for file in files:
         with open_text(file) as content:
@@ -174,7 +174,7 @@ def list_left_out(counts: Counter[str]) -> str:
 def survey_documents(files: Sequence[File]) -> Survey:
     """Read the documents of files once. Raises InputError if one cannot be read."""
     survey = Survey()
-    deque(read_documents(files, survey), maxlen=0)  # which keeps none
+    deque(read_documents(files, survey), maxlen=0)  # reads all and keeps none
     if survey.empty:
         total = survey.documents + survey.empty
         logger.warning(f"{survey.empty:,} of {total:,} documents left out: no text")
@@ -182,10 +182,10 @@ def survey_documents(files: Sequence[File]) -> Survey:
 
 
 def read_documents(files: Sequence[File], survey: Survey) -> Iterator[str | None]:
-    """Yield each document in pieces, then None, and count them in an empty survey.
+    """Yield each document in pieces, with None at its end, and count it in an empty survey.
 
-    A file of plain text is a document, and so is each record of others. Empty documents are left
-    out, and conversations from which no model can learn. Raises InputError.
+    A file of plain text is one document; of other files, each record is one. Empty documents are
+    left out, and so are conversations from which no model can learn. Raises InputError.
     """
     digest = hashlib.sha256()
     for file in files:
@@ -194,7 +194,7 @@ def read_documents(files: Sequence[File], survey: Survey) -> Iterator[str | None
             size_before = survey.size
             for piece in document.pieces:
                 content = piece.encode()
-                if document.is_chat:  # where a turn ends counts too
+                if document.is_chat:  # the ends of turns count too
                     digest.update(len(content).to_bytes(8, "little"))
                 digest.update(content)
                 survey.note_suspicions(content, document.position)
@@ -217,8 +217,7 @@ def read_documents(files: Sequence[File], survey: Survey) -> Iterator[str | None
 def documents_in(file: File, skipped: Skipped) -> Iterator[TextDocument]:
     """Yield the documents of a file.
 
-    Conversations from which no model can learn, and what talks hold besides, are added to
-    `skipped`.
+    `skipped` gets the conversations from which no model can learn, and what is left out of talks.
     """
     reader = file.format.reader
     if reader is None:

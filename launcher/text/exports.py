@@ -1,4 +1,4 @@
-"""JSON that holds records somewhere in it, as other programs export it: where they are."""
+"""Find the records in JSON that other programs export, and the command that extracts them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from sm_nanogpt.launcher.text.chats import LISTS
 
 MAX_DEPTH = 6  # levels of a value in which records are searched for
-MAX_VALUES = 100  # values of a level that are searched
-WHOLE_FILE = ", one JSON object"  # ends the position of a record that is a whole file
+MAX_VALUES = 100  # values of each level that are searched
+WHOLE_FILE = ", one JSON object"  # the end of the position of a record that is a whole file
 NOTEBOOK_FIELDS = {"cells", "nbformat"}
 REDIRECT = "FILE > RECORDS.jsonl"
-# Joins a text that is a list of strings and of parts with a field `text`.
+# A filter of jq: it joins a text that is a list of strings and of parts with a field `text`.
 JOIN = 'if type == "array" then map(.text? // .) | join("") else . end'
 
 
 def is_no_chat(record: Any, column: str) -> bool:
-    """True for a record that looks like a conversation, but whose list holds no messages.
+    """True for a record that looks like a conversation, but has a list without messages.
 
-    A message has a role, or a value beside `from`, as chats.py reads it.
+    For chats.py, a message has a field `role`, or `value` beside `from`.
     """
     if isinstance(record, list):
         return are_no_messages(record)
@@ -42,12 +42,13 @@ def are_no_messages(items: Sequence[Any]) -> bool:
 
 
 def why_no_document(record: Any, position: str, column: str) -> str:
-    """Why a record is no document, and a command that makes documents of it; '' if none is known.
+    """Why a record is no document, with a command that makes documents of it; '' if no command is
+    known.
 
     position is as the readers of launcher/text/records.py yield it.
     """
     if re.search(r", row \d+$", position):
-        return ""  # of a Parquet file, which jq does not read
+        return ""  # the record is of a Parquet file, which jq does not read
     root = "."
     if re.search(r", item \d+$", position):
         root = ".[]"
@@ -75,7 +76,7 @@ def why_no_document(record: Any, position: str, column: str) -> str:
 
 
 def jq(filter: str) -> str:
-    """A command that writes what a filter of jq makes of a file."""
+    """The command that applies a filter of jq to FILE and writes the records."""
     return f"`jq -c '{filter}' {REDIRECT}`"
 
 
@@ -95,7 +96,7 @@ def is_in_parts(text: Any) -> bool:
 class RecordList:
     """A list in a JSON value, which may be the records of a file."""
 
-    path: str  # of jq, below the value
+    path: str  # to the list in the value, in the syntax of jq
     items: list[Any]
 
     @property
@@ -118,7 +119,7 @@ class RecordList:
         return self.are_objects and any(column in item for item in self.items[:MAX_VALUES])
 
     def filter_below(self, root: str) -> str:
-        """The filter of jq that makes records of the items, for a value at `root`."""
+        """The filter of jq that yields the items as records, for a value at the path `root`."""
         path = f"{root.removesuffix('.')}{self.path}"
         if not path.startswith("."):
             path = f".{path}"
@@ -128,10 +129,10 @@ class RecordList:
 
 
 def find_records(value: Any, column: str) -> RecordList | None:
-    """The list in a value whose items are likely to be the records.
+    """The list in a value whose items are most likely the records; None if there is no candidate.
 
-    The shallowest whose objects have the column comes first, then the longest of objects, then that
-    of strings which is called like the column, then the longest of strings.
+    In order of preference: the shallowest list whose objects have the column; the longest list of
+    objects; a list of strings with the name of the column; the longest list of strings.
     """
     lists = list(lists_in(value))
     by_length = sorted(lists, key=lambda records: records.number, reverse=True)
@@ -149,7 +150,7 @@ def find_records(value: Any, column: str) -> RecordList | None:
 def lists_in(value: Any) -> Iterator[RecordList]:
     """Yield the lists in a JSON value, the shallowest first.
 
-    The lists that the items of a list have in the same field count as one list.
+    If the items of a list each have a list in the same field, these count as one list.
     """
     values_by_path: dict[str, list[Any]] = {"": [value]}
     for _ in range(MAX_DEPTH):
@@ -168,7 +169,8 @@ def lists_in(value: Any) -> Iterator[RecordList]:
 
 
 def items_in(value: Any) -> list[Any]:
-    """The items of a list, or of an object that numbers them or names objects of one kind."""
+    """The items of a list; or the values of an object whose fields are numbers, or whose values are
+    objects of one kind; else []."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict) or len(value) < 2:
@@ -180,7 +182,7 @@ def items_in(value: Any) -> list[Any]:
 
 
 def are_alike(items: Sequence[Any]) -> bool:
-    """True for objects with the same fields, which are not numbered."""
+    """True for objects with the same fields, if these are not numbers."""
     first = items[0]
     if not isinstance(first, dict) or is_numbered(first):
         return False
@@ -192,7 +194,7 @@ def is_numbered(value: dict[str, Any]) -> bool:
 
 
 def fields_in(value: Any) -> list[tuple[str, Any]]:
-    """The first fields of an object, with names that a shell takes in quotes."""
+    """The first fields of an object whose names a shell can take in single quotes."""
     if not isinstance(value, dict):
         return []
     fields = list(value.items())[:MAX_VALUES]
@@ -200,7 +202,7 @@ def fields_in(value: Any) -> list[tuple[str, Any]]:
 
 
 def path_to(name: str) -> str:
-    """jq's path to a field of an object."""
+    """The path of jq to a field of an object."""
     if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         return f".{name}"
     return f"[{json.dumps(name)}]"

@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 HELD_OUT_WORDS = "(test|val|valid|validation|dev|eval)"
 HELD_OUT = re.compile(rf"{HELD_OUT_WORDS}(?![a-z])", re.IGNORECASE)
-HELD_OUT_LAST = re.compile(rf".*[^a-z]{HELD_OUT_WORDS}", re.IGNORECASE)  # as wiki.test, data-test
+HELD_OUT_LAST = re.compile(rf".*[^a-z]{HELD_OUT_WORDS}", re.IGNORECASE)  # wiki.test, data-test
 TRAINED_ON = re.compile(r"(.*[^a-z])?train(ing)?([^a-z].*)?", re.IGNORECASE)
-MAX_GLOBS, MAX_NAMES = 8, 3  # in a warning
-DATASETS_FILES = {"dataset_info.json", "state.json"}  # as `save_to_disk` of datasets writes them
+MAX_GLOBS, MAX_NAMES = 8, 3  # that a warning shows
+DATASETS_FILES = {"dataset_info.json", "state.json"}  # written by `save_to_disk` of datasets
 SNIFF_BYTES = 512
 
 
@@ -41,10 +41,10 @@ class FileOptions:
 
     include: Sequence[str] = ()  # patterns of files that are taken as plain text
     exclude: Sequence[str] = ()  # patterns of files and folders that are left out
-    records: bool = False  # whether files of records are taken too; an upload of tokens can
+    records: bool = False  # True: files of records are taken too, as for an upload of tokens
     column: str = "text"  # the field of a record that holds the text
     encoding: str = ""  # of files that are not UTF-8
-    me: str = ""  # whose messages a model learns, of exported chats
+    me: str = ""  # the person in exported chats whose messages a model learns
 
 
 def find_files(
@@ -52,16 +52,18 @@ def find_files(
     options: FileOptions = FileOptions(),
     progress: Progress = no_progress,
 ) -> list[File]:
-    """Find the files to upload: each source that is a file, and those of a known format in folders.
+    """Find the files to upload: each source that is a file, and the files of a known format in
+    folders.
 
-    What is left out of a folder is logged. Copies are fetched before they are opened. Raises
-    InputError if a file cannot be read or is of a wrong format, or if an option fits no file.
+    Files that are left out of a folder are logged. Files from elsewhere are fetched before they are
+    opened. Raises InputError if a file cannot be read or has a wrong format, or if an option fits
+    no file.
     """
     return FileFinder(sources, options, progress).find()
 
 
 class Globs:
-    """Patterns of names, or of paths below a folder, in any case."""
+    """Patterns of file names, or of paths below a folder. Upper and lower case are one."""
 
     def __init__(self, field: str, patterns: Sequence[str]) -> None:
         self.field = field  # of FileOptions
@@ -122,7 +124,7 @@ class FileFinder:
             raise InputError(problem, field="encoding", value=encoding)
 
     def check_column(self) -> None:
-        """Raise InputError if there is a column, and all files are plain text."""
+        """Raise InputError if a column was given, and all files are plain text."""
         column = self.options.column
         if column == "text" or not self.files:
             return
@@ -153,7 +155,7 @@ class FileFinder:
             self.add_file(root, source, Path(root.name))
 
     def add_file(self, path: Path, source: TextSource, name: Path) -> None:
-        """Add a file, which has this name in the upload unless another has it."""
+        """Add a file, with this name in the upload, or one like it if another file has it."""
         file = detect_file(
             path,
             self.options.encoding,
@@ -170,9 +172,9 @@ class FileFinder:
         self.files.append(replace(file, name=self.free_name(name)))
 
     def free_name(self, name: Path) -> str:
-        """The name of a file in the upload, where all are called *.txt.
+        """A name for a file in the upload, which ends in .txt.
 
-        No two names differ by case alone.
+        No two names of an upload differ only by upper and lower case.
         """
         stem = without_compression(name).with_suffix("").as_posix()
         free_name = f"{stem}.txt"
@@ -184,9 +186,9 @@ class FileFinder:
         return free_name
 
     def files_of_folder(self, source: TextSource) -> list[Path]:
-        """The files of a folder that are taken, sorted. What else is there is logged.
+        """The files of a folder that are taken, sorted. The other files are logged.
 
-        Raises InputError if none is taken and there is no other source.
+        Raises InputError if no file is taken and there is no other source.
         """
         files: list[Path] = []
         others: list[Path] = []
@@ -206,12 +208,12 @@ class FileFinder:
         return sorted(files)
 
     def walk(self, source: TextSource, n_skipped: Counter[str]) -> Iterator[Path]:
-        """Yield the files below a folder, and count what is skipped, by the reason.
+        """Yield the files below a folder, and count what is skipped, by reason, in n_skipped.
 
-        Raises InputError if a folder cannot be read, or is one that datasets saved.
+        Raises InputError if a folder cannot be read, or if `save_to_disk` of datasets wrote it.
         """
 
-        def raise_unreadable(error: OSError) -> None:  # which os.walk would ignore
+        def raise_unreadable(error: OSError) -> None:  # os.walk would ignore the error
             raise unreadable(Path(error.filename), source, str(error.strerror))
 
         for directory, folders, names in os.walk(source.path, onerror=raise_unreadable):
@@ -228,7 +230,7 @@ class FileFinder:
             folders.sort()  # a file system lists them in any order
 
     def reason_to_skip(self, path: Path, root: Path) -> str:
-        """Why a file or a folder is left out, whatever is in it; or ''."""
+        """Why a file or a folder is left out without a look at its content; or ''."""
         if self.exclude.match(path, root):
             return "excluded"
         if path.name.startswith("."):
@@ -241,7 +243,7 @@ class FileFinder:
         return ""
 
     def is_taken(self, path: Path, root: Path) -> bool:
-        """True for a file of a folder that is included, or of a format that is read."""
+        """True for a file of a folder that `include` names, or whose format can be read."""
         if self.include.match(path, root):
             return True
         format = format_of_name(path)
@@ -252,9 +254,9 @@ class FileFinder:
     def left_out_messages(
         self, source: TextSource, others: Sequence[Path], is_empty: bool
     ) -> list[tuple[str, dict[str, str]]]:
-        """What to say of the files of a folder that are left out, with the code of a remedy.
+        """Messages about the files of a folder that are left out, each with the facts of a remedy.
 
-        is_empty: none is taken.
+        is_empty: no file of the folder is taken.
         """
         messages = [(str(group), group.remedy) for group in left_out_groups(others, source)]
         if not is_empty:
@@ -267,10 +269,10 @@ class FileFinder:
 
 
 def records_need_tokens(file: File) -> InputError:
-    """The error for records where a text by characters was asked for."""
+    """The error for a file of records, if the upload is to be characters."""
     skipped = Skipped()
     is_chat = False
-    with suppress(InputError):  # which an upload with a tokenizer reports
+    with suppress(InputError):  # an upload with a tokenizer reports it
         document = next(documents_in(file, skipped), None)
         is_chat = document.is_chat if document else bool(skipped.talks.authors)
     problem = f"{file.shown}: is {file.format.name}, which is read as tokens"
@@ -281,13 +283,13 @@ def records_need_tokens(file: File) -> InputError:
 
 
 def unreadable(path: Path, source: TextSource, problem: str = "Permission denied") -> InputError:
-    """The error for a file or folder below a folder that cannot be opened."""
+    """The error for a file or folder, below a folder, that cannot be opened."""
     glob = shlex.quote(path.relative_to(source.path).as_posix())
     return InputError(f"{source.shown(path)}: {problem}", "leave-out", glob=glob)
 
 
 def check_no_saved_dataset(folder: Path, source: TextSource, names: Sequence[str]) -> None:
-    """Raise InputError if a folder is what `save_to_disk` of Hugging Face's datasets writes."""
+    """Raise InputError if `save_to_disk` of Hugging Face's datasets wrote a folder."""
     part = "['train']" if "dataset_dict.json" in names else ""
     if not part and not DATASETS_FILES.issubset(names):
         return
@@ -305,10 +307,10 @@ def check_no_saved_dataset(folder: Path, source: TextSource, names: Sequence[str
 
 @dataclass
 class LeftOut:
-    """Files that are left out of a folder, of kinds for which the same can be done."""
+    """Files that are left out of a folder, and that one advice or remedy is for."""
 
     advice: str = ""  # how to make texts of them
-    remedy: dict[str, str] = field(default_factory=dict)  # or the code and the facts of a remedy
+    remedy: dict[str, str] = field(default_factory=dict)  # code and facts of a remedy, if no advice
     n_files: Counter[str] = field(default_factory=Counter)  # by kind
 
     def __str__(self) -> str:
@@ -319,7 +321,7 @@ class LeftOut:
 
 
 def left_out_groups(files: Sequence[Path], source: TextSource) -> list[LeftOut]:
-    """Group files by what can be done about them. A kind is a suffix, or a name without one."""
+    """Group files by their advice or remedy. A kind is a suffix, or the name of a file without."""
     kinds = {path: without_compression(path).suffix.lower() or path.name for path in files}
     examples = {kind: path for path, kind in kinds.items()}
     groups: dict[str, LeftOut] = {}
@@ -331,7 +333,7 @@ def left_out_groups(files: Sequence[Path], source: TextSource) -> list[LeftOut]:
 
 
 def left_out(kind: str, example: Path, source: TextSource) -> LeftOut:
-    """What can be done about the files of a kind, by one of them."""
+    """The advice or remedy for the files of a kind, of which `example` is one."""
     format = format_of_name(example)
     if format is None:
         if not is_plain_text(example):
@@ -345,7 +347,7 @@ def left_out(kind: str, example: Path, source: TextSource) -> LeftOut:
 
 
 def is_plain_text(path: Path) -> bool:
-    """True if a file begins as text; False if it is empty, as a copy that was not fetched."""
+    """True if a file begins as text; False if it is empty, as an unfetched copy is."""
     with path.open("rb") as file:
         beginning = file.read(SNIFF_BYTES)
     return bool(beginning) and b"\0" not in beginning and not is_packed(beginning)
@@ -355,7 +357,7 @@ def is_plain_text(path: Path) -> bool:
 
 
 def warn_of_held_out(files: Sequence[File]) -> None:
-    """Warn if some of the files, but not all, have names of files that no model should learn."""
+    """Warn if some of the files, and not all, are named as files for tests or validation."""
     has_training_file = any(TRAINED_ON.fullmatch(stem_of(file)) for file in files)
     globs = {file: held_out_glob(file, has_training_file) for file in files}
     held_out = [file for file in files if globs[file]]
@@ -377,8 +379,8 @@ def stem_of(file: File) -> str:
 def held_out_glob(file: File, has_training_file: bool) -> str:
     """A pattern that leaves out a file for tests or validation, or its folder; '' for other files.
 
-    The last word of a name counts only beside a file for training: a note may well be called
-    driving-test.
+    The last word of a name counts only if there is a file for training: without one, a file may be
+    a note called driving-test.
     """
     for folder in Path(file.name).parent.parts:
         if HELD_OUT.fullmatch(folder):
@@ -386,7 +388,7 @@ def held_out_glob(file: File, has_training_file: bool) -> str:
     name = file.path.name
     match = HELD_OUT.match(name)
     if match is not None:
-        n_characters = match.end() + 1  # with the one after the word: `test-*`
+        n_characters = match.end() + 1  # includes the character after the word: `test-*`
         return f"{name[:n_characters]}*"
     if has_training_file and HELD_OUT_LAST.fullmatch(stem_of(file)):
         return name

@@ -1,4 +1,4 @@
-"""A text for those who have none."""
+"""Get a text for users who have none."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PATIENCE_SECONDS = 5.0
 
 
 def first_text(settings: Settings | None = None) -> Path:
-    """Tiny Shakespeare, as a file in the cache: downloaded once, and verified by its SHA-256.
+    """Return a file of the cache with tiny Shakespeare, which is downloaded once and verified.
 
-    Many networks reach a package index and little else. Then it is Python's language reference,
-    which comes with Python. Raises ServiceError if this Python comes without it.
+    Many networks reach a package index and little else. Then the file has Python's language
+    reference, which comes with Python. Raises ServiceError if this Python comes without it.
     """
     cache = (settings or load_settings()).home / "cache"
     shakespeare = cache / "shakespeare.txt"
@@ -40,15 +40,15 @@ def first_text(settings: Settings | None = None) -> Path:
 
 
 def download_shakespeare() -> bytes:
-    """Download tiny Shakespeare. Raises ServiceError, within PATIENCE_SECONDS if nobody answers."""
+    """Download tiny Shakespeare. Raises ServiceError; if nobody answers, after PATIENCE_SECONDS."""
     try:
-        # A silent name server takes minutes, which no timeout of urllib bounds.
+        # If a name server does not answer, urllib waits for minutes, whatever its timeout is.
         content = in_thread(partial(download, SHAKESPEARE_URL)).result(PATIENCE_SECONDS)
     except Exception as error:
         reason = str(getattr(error, "reason", error))
         problem = reason or f"no answer within {PATIENCE_SECONDS:.0f} s"
         raise ServiceError(f"{SHAKESPEARE_URL}: {problem}", "own-text") from None
-    if not is_shakespeare(content):  # but a page of a proxy
+    if not is_shakespeare(content):  # it may be a page of a proxy
         raise ServiceError(f"{SHAKESPEARE_URL}: the answer is another file", "own-text")
     return content
 
@@ -65,7 +65,10 @@ def download(url: str) -> bytes:
 
 
 def python_reference(cache: Path, error: ServiceError) -> Path:
-    """Python's language reference, half a megabyte of it. Raises the error if there is none."""
+    """Write Python's language reference, half a megabyte, into the cache; return the file.
+
+    error is why there is no Shakespeare. It is raised if this Python has no reference either.
+    """
     try:
         from pydoc_data.topics import topics  # of `help()`
     except ImportError:

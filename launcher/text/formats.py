@@ -1,4 +1,4 @@
-"""The formats of files: how one is recognized, and who reads it or what makes a text of it."""
+"""The formats of files: how each is recognized, and read or turned into a text."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def ignoring_column(read: Callable[[IO[bytes], str], Records]) -> Reader:
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of files: plain text, records that a reader yields, or one that is refused.
+    """A kind of files: plain text, records that a reader yields, or a kind that is refused.
 
-    The rest follows from its row in FORMATS, also the help of upload-data.
+    A row in FORMATS is all that a format needs: the help of upload-data is made from it too.
     """
 
     name: str
     suffixes: str
-    magic: bytes = b""  # a pattern of its first bytes
-    help: str = ""  # what is taken of it, for the help of upload-data and docs/tokens.md
-    reader: Reader | None = None  # of its records
-    converter: Converter | None = None  # of plain text with more in its files than the text
-    is_text: bool = False  # `include` takes such a file as plain text
-    advice: str = ""  # what makes a text of a file that is refused
+    magic: bytes = b""  # a pattern that the first bytes of a file match
+    help: str = ""  # what is read of a file, for the help of upload-data and docs/tokens.md
+    reader: Reader | None = None  # yields the records of a file
+    converter: Converter | None = None  # extracts the plain text of a file
+    is_text: bool = False  # True: `include` takes such a file as plain text
+    advice: str = ""  # how to make a text of a file that is refused
 
     @property
     def is_plain(self) -> bool:
@@ -90,7 +90,7 @@ JSON = Format(
     reader=read_json_array,
     is_text=True,
 )
-JSON_OBJECTS = replace(JSON, suffixes="", reader=read_json_lines)  # a .json that holds no array
+JSON_OBJECTS = replace(JSON, suffixes="", reader=read_json_lines)  # a .json without an array
 TABLE = Format(
     "a table",
     ".csv .tsv",
@@ -257,14 +257,14 @@ def format_of_content(beginning: bytes) -> Format | None:
 
 
 def is_packed(beginning: bytes) -> bool:
-    """True if a file with such a beginning is compressed, or is of a format with a magic."""
+    """True if a file with this beginning is compressed, or matches the magic of a format."""
     return compression_of(beginning) is not None or format_of_content(beginning) is not None
 
 
 def advice_for(format: Format, shown: str, compression: Compression | None = None) -> str:
-    """What makes a text of a file that is refused; a compressed one is unpacked first.
+    """How to make a text of a file that is refused. A compressed file is to be unpacked first.
 
-    shown is the file in messages.
+    shown: what messages call the file.
     """
     if compression is None or format is TAR:
         return fill_in(format.advice, shown)
@@ -278,9 +278,10 @@ def advice_for(format: Format, shown: str, compression: Compression | None = Non
 
 
 def fill_in(advice: str, shown: str) -> str:
-    """Put a file into advice; one without a suffix, such as standard input, is FILE.
+    """Put the names of a file and of its text into advice.
 
-    What makes a text of a file does not write over it.
+    A file without a suffix, such as standard input, is called FILE. The text never has the name of
+    the file, which would be overwritten.
     """
     path = PurePath(shown)
     name = shown if path.suffix else "FILE"

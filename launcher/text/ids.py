@@ -1,4 +1,4 @@
-"""A text as ids: cut, written, and decoded."""
+"""Sample, write, and decode a text that is ids."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sm_nanogpt.entry_point.files import file_sha256
 from sm_nanogpt.entry_point.text import Ids, Tokenizer, unsigned
 from sm_nanogpt.launcher.files.storage import json_bytes
 
-IDS_AT_ONCE = 1 << 20  # that are decoded
+IDS_AT_ONCE = 1 << 20  # ids that are decoded at once
 
 
 def draw_ids(ids: Ids, limit: int) -> Tensor:
-    """At most `limit` ids of a text, in blocks from all over it: the parts of most texts differ."""
+    """Sample at most `limit` ids of a text, in blocks from all over it, as its parts may differ."""
     if limit >= len(ids):
         sample = ids[0 : len(ids)]
     else:
@@ -33,7 +33,7 @@ def draw_ids(ids: Ids, limit: int) -> Tensor:
 
 
 def write_ids(directory: Path, tokenizer: Tokenizer, train: Tensor, val: Tensor) -> None:
-    """Write the ids of a text as `upload-data --tokenizer` does."""
+    """Write the ids of a text into a new directory, as `upload-data --tokenizer` does."""
     directory.mkdir()
     parts: dict[str, Any] = {}
     for name, ids in (("train", train), ("val", val)):
@@ -47,7 +47,7 @@ def write_ids(directory: Path, tokenizer: Tokenizer, train: Tensor, val: Tensor)
 
 
 def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
-    """Write a tokenizer as the `tokenizers` library and transformers read it."""
+    """Write a tokenizer in the files that the `tokenizers` library and transformers read."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -61,8 +61,8 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
 def write_meta(
     directory: Path, tokenizer: Tokenizer, type_name: str, parts: Mapping[str, Any]
 ) -> None:
-    """Write meta.json, which names the shards of each part, the type of their ids, and the hash of
-    tokenizer.json, which is there already."""
+    """Write meta.json: the shards of each part, the type of their ids, and the hash of
+    tokenizer.json, which has to be there."""
     meta = {
         "dtype": type_name,
         "end_of_text": tokenizer.end_of_text,
@@ -73,7 +73,7 @@ def write_meta(
 
 
 def content_of(ids: Ids, vocabulary: Sequence[bytes], limit: int = 1 << 30) -> bytearray:
-    """The first `limit` bytes of a text; ids that are not learned, ~id, count too."""
+    """Decode the first `limit` bytes of a text. Ids that are not learned, stored as ~id, count."""
     content = bytearray()
     for begin in range(0, len(ids), IDS_AT_ONCE):
         part = unsigned(ids[begin : min(begin + IDS_AT_ONCE, len(ids))])

@@ -1,4 +1,4 @@
-"""Read what messengers and assistants export: each chat is a talk.
+"""Read the exports of messengers and assistants. Each chat is a talk.
 
 ChatGPT, Claude, Telegram, Discord (by DiscordChatExporter) and Slack export JSON; whatsapp.py reads
 the text that WhatsApp exports.
@@ -20,11 +20,11 @@ from sm_nanogpt.launcher.text.chats import may_be_chat
 from sm_nanogpt.launcher.text.talks import Talk
 
 ASSISTANT = "assistant"
-SLACK_FIELDS = ("members", "profile", "service_id", "is_archived")  # of its files without messages
+SLACK_FIELDS = ("members", "profile", "service_id", "is_archived")  # of files without messages
 SLACK_PEOPLE = "../users.json"  # beside the folders of the channels
 SLACK_SIGN = re.compile(r"<([@#!]?)([^<>|]*)(?:\|([^<>]*))?>")
 DISCORD_MEDIA = {"attachments": "attached file", "stickers": "sticker"}  # lists of a message
-TELEGRAM_MEDIA = {  # what a field of a message means
+TELEGRAM_MEDIA = {  # what a message holds besides text, by its field
     "photo": "photo",
     "file": "file",
     "poll": "poll",
@@ -136,7 +136,7 @@ def read_claude(conversations: list[Any]) -> Iterator[Talk]:
 
 
 def kind_of_part(part: Any) -> str:
-    """What is left out with a part of a message that is no text, such as `tool use`."""
+    """The kind of a part of a message that is left out, such as `tool use`."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not is_text(kind):
         return "part of an unknown kind"
@@ -181,7 +181,7 @@ def read_telegram(value: dict[str, Any]) -> Iterator[Talk]:
 
 
 def telegram_media(message: dict[str, Any]) -> str:
-    """What a message holds beside its text, such as `voice message`; or ''."""
+    """What a message holds besides its text, such as `voice message`; or ''."""
     if "media_type" in message:
         return str(message["media_type"]).replace("_", " ")
     for field, kind in TELEGRAM_MEDIA.items():
@@ -237,11 +237,11 @@ def read_discord(value: dict[str, Any]) -> Iterator[Talk]:
 
 
 def is_slack(value: Any) -> bool:
-    """True for the messages of a day, and for Slack's lists of people, channels, files, and
-    programs, which have no texts."""
+    """True for a file of Slack: the messages of a day, or a list of people, channels, files, or
+    programs, which has no messages."""
     if has_items(value, "type", "ts"):
         return True
-    if has_items(value, "user_id", "change_type"):  # its log of programs
+    if has_items(value, "user_id", "change_type"):  # the log of programs
         return True
     if not has_items(value, "id") or "text" in value[0] or may_be_chat(set(value[0])):
         return False
@@ -284,7 +284,7 @@ def read_slack_people(path: Path) -> dict[str, str]:
         return {}
 
 
-@lru_cache(maxsize=8)  # the files of all days ask for it
+@lru_cache(maxsize=8)  # it is read for the file of each day
 def read_slack_people_once(path: Path, mtime_ns: int) -> dict[str, str]:
     """As read_slack_people; mtime_ns, when the file was last changed, is for the cache alone."""
     return parse_slack_people(path.read_bytes())
@@ -300,7 +300,7 @@ def parse_slack_people(content: bytes) -> dict[str, str]:
 
 
 def slack_text(text: str) -> str:
-    """A text with the names of links, channels, and people, and without their addresses."""
+    """A text of Slack, in which links, channels, and people have their names, not addresses."""
 
     def readable(sign: re.Match[str]) -> str:
         kind, target, name = sign.groups()

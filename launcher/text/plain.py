@@ -1,4 +1,4 @@
-"""Plain text of files that hold more than text: web pages, subtitles, and mailboxes."""
+"""Extract the plain text of web pages, subtitles, and mailboxes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sm_nanogpt.launcher.text.unpacking import CHUNK, ChunkedFile
 
 logger = logging.getLogger(__name__)
 
-BLOCKS = set(  # elements of HTML that begin a line, and end one
+BLOCKS = set(  # elements of HTML that begin a line and end it
     re.findall(
         r"\w+",
         """
@@ -30,12 +30,12 @@ BLOCKS = set(  # elements of HTML that begin a line, and end one
 )
 UNSEEN = {"script", "style", "template", "noscript", "head", "svg", "iframe", "object"}
 LINE_OF_TIMES = re.compile(r"^(\d+:)?\d\d:\d\d[.,]\d{3} +--> ")
-NO_CUE = re.compile(r"^(WEBVTT|NOTE|STYLE|REGION)\b")  # how a block begins that nobody says
+NO_CUE = re.compile(r"^(WEBVTT|NOTE|STYLE|REGION)\b")  # the beginning of a block without speech
 MARKUP = re.compile(r"</?[a-zA-Z][^<>]*>|<\d[\d:.]*>|\{\\[^{}]*\}")  # in subtitles
 FIRST_LINE_OF_MAIL = re.compile(rb"From \S+.* \d{4}\r?\n")
 QUOTED = re.compile(r"^\s*>")
 SIGNATURE = re.compile(r"^-- ?$")
-# What precedes a quoted mail, in some languages: `On Monday, Ann wrote:`.
+# The line before a quoted mail, in some languages, such as `On Monday, Ann wrote:`.
 ATTRIBUTION = re.compile(
     r"^\s*(on|am|le|el|em|il|op)\b.{0,200}\b(wrote|schrieb|a écrit|escribió|escreveu|ha scritto"
     r"|schreef)\b.{0,80}:\s*$",
@@ -46,9 +46,9 @@ ATTRIBUTION = re.compile(
 def converter(
     make_texts: Callable[[IO[bytes]], Iterator[str]],
 ) -> Callable[[io.BufferedReader], io.BufferedReader]:
-    """A converter of formats.py, by a function that yields the texts of a file.
+    """Make a converter for formats.py from a function that yields the texts of a file.
 
-    Bytes that are not UTF-8 come out as they are, so that the reader of the text reports them.
+    Bytes that are not UTF-8 are passed on unchanged: the reader of the text reports them.
     """
 
     def make_chunks(file: IO[bytes]) -> Iterator[bytes]:
@@ -115,7 +115,7 @@ class Page(HTMLParser):
             self.is_line_empty = True
 
     def take(self) -> str:
-        """The text that is complete; the rest may be in the middle of a line."""
+        """Take the lines that are complete; an incomplete last one stays."""
         end = self.text.rfind("\n") + 1
         text = self.text[:end]
         self.text = self.text[end:]
@@ -136,7 +136,7 @@ def texts_of_page(file: IO[bytes]) -> Iterator[str]:
 
 
 def texts_of_subtitles(file: IO[bytes]) -> Iterator[str]:
-    """Yield the lines that are said, of SubRip and WebVTT. One shown twice in a row comes once."""
+    """Yield the spoken lines of SubRip or WebVTT. A line shown twice in a row comes once."""
     block: list[str] = []
     last = ""
     for line in lines_in(file):
@@ -151,7 +151,7 @@ def texts_of_subtitles(file: IO[bytes]) -> Iterator[str]:
 
 
 def lines_in(file: IO[bytes]) -> Iterator[str]:
-    """Yield each line without white space around it, and an empty one at the end."""
+    """Yield each line without white space around it, and an empty line at the end."""
     pending = ""
     for characters in characters_in(file):
         *lines, pending = (pending + characters).split("\n")
@@ -162,7 +162,7 @@ def lines_in(file: IO[bytes]) -> Iterator[str]:
 
 
 def said_in(block: list[str]) -> list[str]:
-    """The texts of a block of lines, after the line of times."""
+    """The spoken lines of a block, which come after the line of times."""
     for number, line in enumerate(block):
         if LINE_OF_TIMES.match(line):
             texts = [MARKUP.sub("", text).strip() for text in block[number + 1 :]]
@@ -176,7 +176,7 @@ def said_in(block: list[str]) -> list[str]:
 
 
 def texts_of_mailbox(file: IO[bytes]) -> Iterator[str]:
-    """Yield what each mail says, with an empty line after it. What is left out is logged."""
+    """Yield the text of each mail, with an empty line after it. What is left out is logged."""
     left_out: Counter[str] = Counter()
     for content in mails_in(file):
         text = text_of_mail(content, left_out)
@@ -184,7 +184,7 @@ def texts_of_mailbox(file: IO[bytes]) -> Iterator[str]:
             yield f"{text}\n\n"
         else:
             left_out["mail without text"] += 1
-    left_out = +left_out  # without what is 0
+    left_out = +left_out  # drops the kinds of which nothing was left out
     if left_out:
         logger.warning(f"left out of mail: {list_counts(left_out)}")
 
@@ -198,14 +198,14 @@ def mails_in(file: IO[bytes]) -> Iterator[bytes]:
                 yield b"".join(lines)
             lines = []
         else:
-            lines.append(re.sub(rb"^>(>*From )", rb"\1", line))  # which `>` kept from being a start
+            lines.append(re.sub(rb"^>(>*From )", rb"\1", line))  # a mailbox marks `From ` so
         is_after_empty = not line.strip()
     if lines:
         yield b"".join(lines)
 
 
 def text_of_mail(content: bytes, left_out: Counter[str]) -> str:
-    """The text of a mail, without what it quotes, its signature, and its attachments."""
+    """The text of a mail, without quoted mails, its signature, and its attachments."""
     mail = message_from_bytes(content, policy=policy.default)
     assert isinstance(mail, EmailMessage)
     left_out["attachment"] += len(list(mail.iter_attachments()))
@@ -240,5 +240,5 @@ def without_quotes(lines: list[str]) -> list[str]:
 
 
 def is_forward(line: str) -> bool:
-    """True for the line after which Outlook and others put the mail that is answered."""
+    """True for the line after which Outlook and other programs put the mail that is answered."""
     return bool(re.match(r"\s*-{2,} ?(original message|forwarded message)", line, re.IGNORECASE))

@@ -1,4 +1,4 @@
-"""Read a file of a text: find out its format and encoding, and open it as UTF-8."""
+"""Find out the format and the encoding of a file, and open its text as UTF-8."""
 
 from __future__ import annotations
 
@@ -39,33 +39,34 @@ from sm_nanogpt.launcher.text.whatsapp import LOOK_BYTES, is_chat
 
 logger = logging.getLogger(__name__)
 
-BYTE_ORDER_MARKS = {  # with the codec for each
+BYTE_ORDER_MARKS = {  # the codec of a file, by its mark
     codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16's, with which it begins
+    codecs.BOM_UTF32_LE: "utf-32",  # before the mark of UTF-16, with which it begins
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-PLAIN_FILE_CODES = ("mend-utf8", "mend-surrogates", "leave-out-zeros")  # of remedies for one
-DETECT_BYTES = 1 << 12  # by which a format is recognized
+# The codes of remedies that are for a file without compression.
+PLAIN_FILE_CODES = ("mend-utf8", "mend-surrogates", "leave-out-zeros")
+DETECT_BYTES = 1 << 12  # the first bytes, by which a format is recognized
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of an upload, and how to read it; by default its bytes as they are."""
+    """A file of an upload, and how to read it. By default, its bytes are the text."""
 
-    name: str  # in the upload
+    name: str  # of the file in the upload
     path: Path
     format: Format = PLAIN
     compression: Compression | None = None
     encoding: str = ""  # a codec of Python; "": UTF-8
     column: str = "text"  # the field of its records that holds the text
-    me: str = ""  # whose messages a model learns, of the chats in it
-    source: str = ""  # what the user gave, if the path is a copy of it
+    me: str = ""  # the person in its chats whose messages a model learns
+    source: str = ""  # what the user named, if the path is a copy of that
 
     @property
     def shown(self) -> str:
-        """The file in messages."""
+        """What messages call the file."""
         return self.source or str(self.path)
 
     @property
@@ -75,7 +76,7 @@ class File:
 
 
 def files_in(directory: Path) -> list[File]:
-    """The files in a directory, as they are, by their names."""
+    """The files in a directory, in the order of their names, each to be read as it is."""
     return [File(path.name, path) for path in sorted(directory.iterdir())]
 
 
@@ -89,8 +90,9 @@ def detect_file(
 ) -> File:
     """Find out how to read a file, by its name and its first bytes.
 
-    encoding is for a file that is not UTF-8. plain takes the file as plain text whatever its name
-    is. Raises InputError if it cannot be read, or is of a format that is refused.
+    encoding is used if the file is not UTF-8. plain: the file is plain text, whatever its name is.
+    The other parameters are as in File. Raises InputError if the file cannot be read, or has a
+    format that is refused.
     """
     file = File(path.name, path, column=column, me=me, source=source)
     file = replace(file, compression=compression_of(read_beginning(file)))
@@ -121,7 +123,7 @@ def read_beginning(file: File, size: int = DETECT_BYTES) -> bytes:
 
 
 def holds_chat(file: File, codec: str) -> bool:
-    """True if a file that begins as a chat of WhatsApp holds one."""
+    """True if a file that begins as a chat of WhatsApp is one. codec: its encoding; "": UTF-8."""
     beginning = read_beginning(file, LOOK_BYTES)
     return is_chat(beginning.decode(codec or "utf-8", "ignore"), file.path.name, file.me)
 
@@ -135,11 +137,11 @@ def codec_of_mark(beginning: bytes) -> str:
 
 
 def detect_format(path: Path, beginning: bytes, plain: bool) -> Format:
-    """The format of a file by its name and its first bytes. plain: a text, if it may be one."""
+    """The format of a file, by its name and its first bytes. plain: PLAIN, if it can be text."""
     format = PLAIN
     if not plain:
         format = format_of_name(path) or PLAIN
-    if not format.is_refused:  # else it is what its name says: a .docx begins as a .zip
+    if not format.is_refused:  # a .docx, which is refused by its name, begins as a .zip
         format = format_of_content(beginning) or format
     if plain and format.is_text:
         return PLAIN
@@ -147,9 +149,9 @@ def detect_format(path: Path, beginning: bytes, plain: bool) -> Format:
 
 
 def guess_format(text: str, file: File) -> Format:
-    """The format of a file of plain text by the beginning of the text, if it has no suffix.
+    """The format of a file without a suffix, by the beginning of its text.
 
-    A file with a suffix that looks like records stays plain text, with a warning.
+    A file with a suffix of plain text stays plain text, with a warning if it looks like records.
     """
     has_suffix = bool(file.path.suffix)  # standard input has none
     if re.match(r'\s*\[?\s*\{\s*"', text):
@@ -170,11 +172,11 @@ def guess_format(text: str, file: File) -> Format:
 
 
 def is_utf8_file(file: File, encoding: str) -> bool:
-    """True if a file is UTF-8; ASCII alone may also stand for other characters of `encoding`.
+    """True if a file is UTF-8. A file in ASCII is not, if it reads differently in `encoding`.
 
     Raises InputError if it is UTF-8 except for a few bytes: another encoding would spoil it.
     """
-    has_zeros = re.match("utf.?(16|32)", encoding, re.IGNORECASE)  # which are no text here
+    has_zeros = re.match("utf.?(16|32)", encoding, re.IGNORECASE)  # zeros are not UTF-8 text here
     is_same = True
     try:
         with open_text(file) as content:
@@ -194,7 +196,7 @@ def is_utf8_file(file: File, encoding: str) -> bool:
 def open_text(file: File) -> Iterator[io.BufferedReader]:
     """Open the text of a file, uncompressed and as UTF-8.
 
-    Raises InputError if that or the body fails.
+    Raises InputError if it cannot be opened, or if the body cannot read it.
     """
     try:
         with open_file(file.path) as packed:
@@ -214,7 +216,7 @@ def open_text(file: File) -> Iterator[io.BufferedReader]:
 
 
 def advises_on_plain_file(error: InputError) -> bool:
-    """True if what helps is a command that reads the file as it is when unpacked."""
+    """True if an error advises a command that reads the file, which has to be unpacked for it."""
     return error.code in PLAIN_FILE_CODES or REDIRECT in str(error)
 
 
@@ -228,7 +230,7 @@ def decoded(content: io.BufferedReader, file: File) -> io.BufferedReader:
 
 def reading_problem(error: Exception, file: File) -> str:
     """Why a file cannot be read, and what to do."""
-    if isinstance(error, UnicodeError):  # no byte order mark
+    if isinstance(error, UnicodeError):  # the file has no byte order mark
         return f"{error}; give its encoding as {file.encoding}-le or {file.encoding}-be"
     problem = getattr(error, "strerror", "") or f"damaged: {error}"
     if file.path.is_fifo():
@@ -238,7 +240,8 @@ def reading_problem(error: Exception, file: File) -> str:
 
 @contextmanager
 def file_to_upload(file: File) -> Iterator[Path]:
-    """The file that S3 gets: this one, or a temporary copy, uncompressed and as UTF-8."""
+    """Yield the file to send to S3: the file itself, or a temporary copy, uncompressed and as
+    UTF-8."""
     if not file.is_converted:
         yield file.path
         return

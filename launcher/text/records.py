@@ -1,7 +1,8 @@
-"""Records: documents and conversations in JSON lines, JSON arrays, tables, and Parquet files.
+"""Read records: documents and conversations in JSON lines, JSON arrays, tables, and Parquet files.
 
-Each reader yields pairs: the position of a record, such as `chats.jsonl:12`, and the record, as
-json.loads returns it. column is the field that holds the text.
+Each reader takes a file, what errors call it, and the column: the field that holds the text. It
+yields pairs: the position of a record, such as `chats.jsonl:12`, and the record, as json.loads
+returns it; or a Talk, if a messenger exported the file.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from sm_nanogpt.launcher.text.talks import Talk
 from sm_nanogpt.launcher.text.unpacking import CHUNK, Unpacking
 from sm_nanogpt.launcher.values import counted, is_utf8
 
-MAX_RECORD = 1 << 26  # bytes: a record is in memory as a whole
+MAX_RECORD = 1 << 26  # bytes of a record, which is in memory as a whole
 MAX_WHOLE_FILE = 1 << 28  # bytes of a file that is one object
 ROWS = 128  # rows of a Parquet file that are in memory at once
-LARGE_BATCH = 1 << 23  # bytes
+LARGE_BATCH = 1 << 23  # bytes of a batch whose rows are converted one by one
 MAX_FIELDS_SHOWN = 20
 
 Records = Iterator[tuple[str, Any]]
@@ -36,7 +37,7 @@ Records = Iterator[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class TextDocument:
-    """A text, or a conversation."""
+    """A document: a text, or a conversation."""
 
     position: str  # where it begins, such as notes.txt, or chats.jsonl:12
     is_chat: bool
@@ -46,8 +47,9 @@ class TextDocument:
 def document_of(record: Any, position: str, column: str = "text") -> TextDocument:
     """Make a record a document.
 
-    A column that is not the default comes before a conversation in other fields, and may hold a
-    conversation itself, as a list of messages. Raises InputError if the record is no document.
+    If the column is not the default, it takes precedence over a conversation in other fields, and
+    may itself hold a conversation, as a list of messages. Raises InputError if the record is no
+    document.
     """
     turns = chat_turns(record, position, column)
     pieces = text_pieces(record, position, column) if turns is None else turns
@@ -57,7 +59,7 @@ def document_of(record: Any, position: str, column: str = "text") -> TextDocumen
 
 
 def chat_turns(record: Any, position: str, column: str) -> list[str] | None:
-    """The turns of a record that is a conversation; else None."""
+    """The turns of a record that is a conversation; None for any other record."""
     if is_no_chat(record, column):
         return None
     text = record.get(column) if isinstance(record, dict) else None
@@ -69,10 +71,11 @@ def chat_turns(record: Any, position: str, column: str) -> list[str] | None:
 
 
 def text_pieces(record: Any, position: str, column: str) -> list[str]:
-    """The text of a record in pieces. Raises InputError if it has none."""
+    """The text of a record, in pieces of at most PIECE characters. Raises InputError if there is
+    none."""
     if isinstance(record, dict) and column in record:
         text = record[column]
-        if text is None:  # null, as an empty cell of a table
+        if text is None:  # null: an empty cell of a table
             text = ""
         if isinstance(text, str):
             return [text[begin : begin + PIECE] for begin in range(0, len(text), PIECE)]
@@ -80,7 +83,7 @@ def text_pieces(record: Any, position: str, column: str) -> list[str]:
 
 
 def no_document(record: Any, position: str, column: str) -> InputError:
-    """The error for a record that is no document, with what makes documents of it."""
+    """The error for a record that is no document, with a command that makes documents of it."""
     problem = why_no_document(record, position, column)
     if problem:
         return InputError(problem)
@@ -96,11 +99,11 @@ def no_document(record: Any, position: str, column: str) -> InputError:
 
 
 def read_json_lines(file: IO[bytes], name: str, column: str) -> Records:
-    """Yield the object of each line; of one that a messenger exported, its talks.
+    """Yield the object of each line; or its talks, if a messenger exported it.
 
-    A file that is one value over many lines is one object, or its items.
+    If the file is one value over many lines, yield the object, or the items of the array.
     """
-    n_beyond_ascii = 0  # bytes before the line
+    n_beyond_ascii = 0  # bytes before the line that only UTF-8 has
     is_first = True
     lines = iter(lambda: file.readline(MAX_RECORD + 1), b"")
     for number, line in enumerate(lines, 1):
@@ -129,7 +132,7 @@ def read_json_lines(file: IO[bytes], name: str, column: str) -> Records:
 
 
 def read_whole_file(file: IO[bytes]) -> dict[str, Any] | list[Any] | None:
-    """The one object or array that a file holds; None if it holds anything else."""
+    """Read a file that is one object or one array; None for any other file."""
     file.seek(0)
     content = file.read(MAX_WHOLE_FILE + 1)
     if len(content) > MAX_WHOLE_FILE:
@@ -144,7 +147,7 @@ def read_whole_file(file: IO[bytes]) -> dict[str, Any] | list[Any] | None:
 
 
 def read_json_array(file: IO[bytes], name: str, column: str) -> Records:
-    """Yield the items of an array, which is in memory as a whole."""
+    """Yield the items of an array. The file is in memory as a whole."""
     try:
         items = json.loads("".join(text for _, text in read_text(file, name, CHUNK)))
     except (ValueError, RecursionError) as error:
@@ -153,7 +156,7 @@ def read_json_array(file: IO[bytes], name: str, column: str) -> Records:
 
 
 def records_in(value: dict[str, Any] | list[Any], name: str, column: str) -> Records:
-    """The records in the one value of a file; or its talks, if a messenger exported it."""
+    """Yield the records in the one value of a file; or its talks, if a messenger exported it."""
     talks = talks_in_json(value, name) if column == "text" else None
     if talks is not None:
         yield from with_positions(talks, name)
@@ -172,7 +175,7 @@ def with_positions(talks: Sequence[Talk], name: str) -> Records:
 
 
 def line_problem(error: ValueError | RecursionError) -> str:
-    """Why a line is no record, and at which column."""
+    """Why a line is no record, and at which position of the line."""
     if not isinstance(error, json.JSONDecodeError):
         return json_problem(error)
     hint = "a record must be on one line, of at most 64 MiB: `jq -c . FILE`"
@@ -180,7 +183,7 @@ def line_problem(error: ValueError | RecursionError) -> str:
 
 
 def json_problem(error: ValueError | RecursionError) -> str:
-    """Why Python did not read some JSON, and where."""
+    """Why Python could not read JSON, and at which position."""
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON at line {error.lineno} column {error.colno} ({error.msg})"
     if isinstance(error, RecursionError):
@@ -192,7 +195,7 @@ def json_problem(error: ValueError | RecursionError) -> str:
 
 
 def read_table(file: IO[bytes], name: str, column: str) -> Records:
-    """Yield each row of a table, by the names of its columns."""
+    """Yield each row of a table as a dictionary by the names of its columns."""
     rows = read_rows(file, name)
     line, header = next(rows, (1, [column]))
     columns = [cell.strip() for cell in header]
@@ -208,9 +211,9 @@ def read_table(file: IO[bytes], name: str, column: str) -> Records:
 
 
 def check_columns(column: str, columns: Sequence[str], text_columns: Sequence[str]) -> None:
-    """Raise InputError if two columns have one name, or none holds a text or a conversation.
+    """Raise InputError if two columns have one name, or no column holds a text or a conversation.
 
-    text_columns are those whose cells are texts.
+    text_columns are the columns whose cells are texts.
     """
     for name, count in Counter(columns).items():
         if name and count > 1:
@@ -229,7 +232,7 @@ def check_columns(column: str, columns: Sequence[str], text_columns: Sequence[st
 
 
 def no_field(problem: str, text_fields: Sequence[str]) -> InputError:
-    """The error for records without a text in their field, with the fields that are texts."""
+    """The error for records without a text in the column, with the fields that hold texts."""
     if not text_fields:
         return InputError(f"{problem}; fields of text: none")
     fields = ", ".join(f"`{name}`" for name in text_fields[:MAX_FIELDS_SHOWN])
@@ -244,8 +247,8 @@ def no_field(problem: str, text_fields: Sequence[str]) -> InputError:
 def read_parquet(file: IO[bytes], name: str, column: str) -> Records:
     """Yield each row of a Parquet file, with the columns that document_of reads.
 
-    Raises InputError if its schema has no text, if it is damaged, or if it unpacks to far more than
-    its size.
+    Raises InputError if the schema has no text, or if the file is damaged or unpacks to far more
+    than its size.
     """
     try:
         import pyarrow
@@ -319,7 +322,7 @@ def may_be_text_type(kind: Any) -> bool:
 
 
 def rows_in(batch: Any) -> Iterator[dict[str, Any]]:
-    """The rows of a batch. Those of a large one become Python's one after the other."""
+    """Yield the rows of a batch as dictionaries. Rows of a large batch are converted one by one."""
     n_at_once = ROWS if batch.nbytes < LARGE_BATCH else 1
     for first in range(0, batch.num_rows, n_at_once):
         yield from batch.slice(first, n_at_once).to_pylist()

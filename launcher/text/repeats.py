@@ -1,7 +1,9 @@
-"""How much of a validation text its training text contains; if it is much, val_loss is memory.
+"""Measure how much of a validation text its training text contains.
 
-The measure is that of launcher/judge/anchors.py, without torch: bytes in runs of RUN or more that
-both texts have, with each run of white space as one space.
+If it is much, val_loss measures memory.
+
+The measure is that of `overlap` in launcher/judge/anchors.py, without torch: the share of the bytes
+that lie in runs of RUN or more which both texts have. Each run of white space counts as one space.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from sm_nanogpt.launcher.text.store import VALIDATION_FRACTION
 
 logger = logging.getLogger(__name__)
 
-RUN = 50  # bytes that two texts do not share by chance
-LIMIT = 0.2  # the share from which a user is warned
+RUN = 50  # bytes of a run: two texts share none so long by chance
+LIMIT = 0.2  # users are warned of this share and more
 SAMPLE = 1 << 18  # bytes of a validation text that are searched for in the training text
-N_SAMPLES = 16  # parts of which the sample of a long text consists
+N_SAMPLES = 16  # parts that make the sample of a long text
 TRAINING = 1 << 28  # bytes of a training text that are searched
 LOOKUPS = 1 << 21  # runs of a training text that are looked up
 SPACES = bytes.maketrans(b"\t\n\v\f\r", b"     ")
@@ -36,10 +38,10 @@ def with_one_space(content: bytes) -> bytes:
 
 
 def repeated_share(training: Iterable[bytes], validation: bytes, size: int) -> float:
-    """The share of a validation text, 0 to 1, that a training text of some `size` bytes contains.
+    """The share of a validation text, 0 to 1, that a training text of about `size` bytes contains.
 
     The training text comes in pieces. If it has over LOOKUPS bytes, only every n-th run is looked
-    up, n up to RUN; then runs that are shorter than RUN + n may be missed.
+    up, with n up to RUN. Then shared parts that are shorter than RUN + n may be missed.
     """
     sample = with_one_space(validation)
     hashes = [hash(sample[start : start + RUN]) for start in range(len(sample) - RUN + 1)]
@@ -54,9 +56,9 @@ def repeated_share(training: Iterable[bytes], validation: bytes, size: int) -> f
 
 
 def shared_hashes(hashes: set[int], training: Iterable[bytes], step: int) -> set[int]:
-    """Those of the hashes that a run of a training text has; every step-th run is hashed."""
+    """The hashes that also a run of the training text has. Only every step-th run is hashed."""
     shared: set[int] = set()
-    pending = b""  # what a run may begin in
+    pending = b""  # the end of the text so far, in which a run may begin
     for piece in training:
         text = with_one_space(pending + piece)
         starts = range(0, len(text) - RUN + 1, step)
@@ -66,7 +68,7 @@ def shared_hashes(hashes: set[int], training: Iterable[bytes], step: int) -> set
 
 
 def sampled_ranges(length: int, limit: int = SAMPLE) -> list[tuple[int, int]]:
-    """Begin and end of the parts of a text that are its sample: all of it, or N_SAMPLES parts."""
+    """Begin and end of each part of a text that is sampled: all of it, or N_SAMPLES parts."""
     if length <= limit:
         return [(0, length)]
     begins = [length * number // N_SAMPLES for number in range(N_SAMPLES)]
@@ -108,7 +110,7 @@ def read_chunks(files: Iterable[File]) -> Iterator[str]:
 
 
 def training_of(files: Sequence[File], n_train: int) -> Iterator[bytes]:
-    """The first n_train characters of a text, in chunks, but at most some TRAINING bytes."""
+    """Yield the first n_train characters of a text, in chunks, and at most about TRAINING bytes."""
     n_bytes = 0
     for text in read_chunks(files):
         chunk = text[:n_train].encode()
@@ -120,7 +122,7 @@ def training_of(files: Sequence[File], n_train: int) -> Iterator[bytes]:
 
 
 def sample_of(files: Sequence[File], start: int, length: int) -> bytes:
-    """The sample of a part of a text: `length` characters from `start` on."""
+    """Sample the part of a text that has `length` characters from `start` on."""
     ranges = [(start + begin, start + end) for begin, end in sampled_ranges(length)]
     parts: list[str] = []
     position = 0  # of the chunk in the text
@@ -132,7 +134,8 @@ def sample_of(files: Sequence[File], start: int, length: int) -> bytes:
 
 
 def warn_of_repeats(name: str, share: float | None) -> None:
-    """Warn if a validation text repeats so much of its training text that val_loss is memory."""
+    """Warn if the training text contains so much of a validation text that val_loss measures
+    memory. name: what the warning calls the text."""
     if share is None or share < LIMIT:
         return
     repeats = f"{share:.0%} of the validation text stands in the training text"

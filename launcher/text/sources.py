@@ -1,4 +1,4 @@
-"""Where the text of an upload is: files of this machine, standard input, the Hub, or S3."""
+"""Find the text of an upload: on this machine, in standard input, on the Hub, or on S3."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ STDIN = "-"
 class RemoteFile:
     """A file on the Hub or on S3."""
 
-    key: str  # in its file system
+    key: str  # the path in its file system
     size: int  # bytes
 
 
 @dataclass
 class TextSource:
-    """A file or a folder of text. One from elsewhere has empty copies on this machine."""
+    """A file or a folder of text. If it is elsewhere, this machine has empty copies of its files,
+    until fetch fills them."""
 
     path: Path  # on this machine
-    location: str = ""  # `-` or a URI, if it is from elsewhere
+    location: str = ""  # `-` or a URI, if the text is elsewhere
     remote_files: dict[Path, RemoteFile] = field(default_factory=dict)  # by the path of the copy
     remote: RemoteFileSystem | None = None
 
     def shown(self, path: Path) -> str:
-        """A path of this source in messages: as the user wrote it, and not that of a copy."""
+        """What messages call a path of this source: what the user wrote, not the path of a copy."""
         if not self.location:
             return str(path)
         if not path.is_relative_to(self.path):
@@ -57,7 +58,10 @@ class TextSource:
         return f"{without_pattern(self.location)}/{relative_path}"
 
     def fetch(self, paths: Collection[Path], progress: Progress) -> None:
-        """Fill the empty copies at these paths. Raises ServiceError, also if the disk is full."""
+        """Download the files whose empty copies are at these paths.
+
+        Raises ServiceError if that fails, or if the disk has too little space.
+        """
         if self.remote is None:
             return
         files = {path: self.remote_files[path] for path in paths if path in self.remote_files}
@@ -78,11 +82,11 @@ class TextSource:
 def open_sources(
     locations: Sequence[str | Path], settings: Settings, code: str = ""
 ) -> Iterator[list[TextSource]]:
-    """Find the texts that a user gave; copies of those from elsewhere last as long as the body.
+    """Find the texts at locations that a user gave. Copies of remote texts exist during the body.
 
     `-` is standard input. `hf://datasets/OWNER/NAME[@REVISION][/PATH]` and `s3://bucket/key` name a
-    file, a folder with all that is below it, or by `*` several files. code is that of a remedy for
-    a path that does not exist. Raises InputError and ServiceError.
+    file, a folder with all files below it, or, by `*`, several files. code: the remedy of the error
+    for a path that does not exist. Raises InputError and ServiceError.
     """
     texts = [str(location) for location in locations]
     if texts.count(STDIN) > 1:
@@ -114,7 +118,7 @@ def is_elsewhere(location: str) -> bool:
 
 
 def find_path(location: str, code: str = "") -> Path:
-    """The path of a text on this machine. Raises InputError if it is none, with a code."""
+    """The path of a text on this machine. Raises InputError, with a code, if nothing is there."""
     if location.startswith(("http://", "https://")):
         url = shlex.quote(location)
         raise InputError(f"{location}: a web address is not read", "download", url=url)
@@ -130,7 +134,7 @@ def find_path(location: str, code: str = "") -> Path:
 
 
 def name_of(location: str | Path) -> str:
-    """The name of a text, such as that of a data set of the Hub, or of a file."""
+    """The name of a text: of a data set of the Hub, or of a file."""
     if location == STDIN:
         return "stdin"
     match = HUB.fullmatch(str(location))
@@ -140,7 +144,7 @@ def name_of(location: str | Path) -> str:
 
 
 def without_pattern(path: str) -> str:
-    """A path or URI up to the folder in which a pattern such as *.txt begins."""
+    """A path or URI up to the folder before the first pattern, such as *.txt."""
     return re.split(r"[^/]*[*?[]", path)[0].rstrip("/")
 
 
@@ -152,11 +156,11 @@ class RemoteFileSystem:
     """A file system of fsspec: that of S3, or of the Hub."""
 
     fs: Any
-    path: str  # of what the user gave
+    path: str  # of the file, folder, or pattern that the user gave
     is_s3: bool
 
     def find(self, location: str) -> dict[str, RemoteFile]:
-        """The files at, or below, the path or a pattern, by their keys. Raises InputError."""
+        """The files at the path, below it, or that match its pattern, by key. Raises InputError."""
         with remote_errors(location):
             try:
                 infos = self.fs.find(self.path, detail=True)
@@ -170,7 +174,7 @@ class RemoteFileSystem:
         }
 
     def root_of(self, keys: Collection[str]) -> str:
-        """The part that all keys have: the path without a pattern."""
+        """The path with which all keys begin: the path without its pattern."""
         if set(keys) == {self.path}:
             return self.path
         return without_pattern(self.path)
@@ -180,11 +184,11 @@ class RemoteFileSystem:
             self.fs.get_file(key, str(target), **in_parts(progress))
         else:
             callback = fsspec_callback(progress)
-            self.fs.get_file(key, str(target), callback=callback, block_size=0)  # by one request
+            self.fs.get_file(key, str(target), callback=callback, block_size=0)  # in one request
 
 
 def open_source(location: str, directory: Path, settings: Settings) -> TextSource:
-    """Make copies of a text from elsewhere in a directory: empty ones, but for standard input."""
+    """Make empty copies of the files of a remote text in a directory. Standard input is read."""
     if location == STDIN:
         path = directory / "stdin"
         with path.open("wb") as copy:
@@ -222,7 +226,7 @@ def remote_file_system(location: str, settings: Settings) -> RemoteFileSystem:
 
 @contextmanager
 def remote_errors(location: str) -> Iterator[None]:
-    """Make exceptions of S3, the Hub's client, and the disk one line about a location."""
+    """Turn exceptions of S3, the Hub's client, and the disk into errors of one line."""
     with storage.errors_about(location), ExitStack() as stack:
         if location.startswith("hf:"):
             stack.enter_context(hub_errors(location))
@@ -231,7 +235,7 @@ def remote_errors(location: str) -> Iterator[None]:
 
 @contextmanager
 def hub_errors(location: str) -> Iterator[None]:
-    """Make exceptions of the Hub's client errors of one line, with what to do."""
+    """Turn exceptions of the Hub's client into errors of one line, with advice."""
     from huggingface_hub import errors
 
     try:

@@ -1,8 +1,8 @@
-"""Uploads in a store, and how they are found: by URI, by name, or as the last.
+"""Find uploads in a store: by URI, by name, or the last one.
 
 An upload is a prefix `STORE/data/NAME-HASH/`. The hash covers the names and contents of its files,
-so the data of a job never change. Its manifest, `STORE/data/NAME-HASH.json`, is written last: a
-prefix without one is incomplete.
+so the data of a job never change. Its manifest, `STORE/data/NAME-HASH.json`, is written last: an
+upload without a manifest is incomplete.
 """
 
 from __future__ import annotations
@@ -40,18 +40,20 @@ class Upload:
     size: Count  # bytes
     sha256: str
     files: Annotated[tuple[str, ...], Field(fail_fast=True)]
-    uploaded: bool = True  # False: they were already there
+    uploaded: bool = True  # False: the store had it already
     characters: Count = 0  # 0: a model
     vocabulary_size: Count = 0
     train_tokens: Count = 0  # 0: text, which a run takes by characters
     val_tokens: Count = 0
-    documents: Count = 0  # that were encoded as tokens
-    chats: bool = False  # whether they are conversations
-    contexts: dict[int, Count] = field(default_factory=dict)  # how many of them need each length
-    answers: dict[str, Count] = field(default_factory=dict)  # the least length of one, by part
+    documents: Count = 0  # the number that were encoded as tokens
+    chats: bool = False  # True: the documents are conversations
+    contexts: dict[int, Count] = field(default_factory=dict)  # number of conversations, by length
+    answers: dict[str, Count] = field(
+        default_factory=dict
+    )  # by part: the shortest context that holds an answer
     vocabulary: str = ""  # the characters of a text
-    tokenizer: str = ""  # `tokens.fingerprint` of what made the tokens
-    # The share of its validation part that stands in its training part; None: not measured.
+    tokenizer: str = ""  # the `fingerprint` of the tokenizer that made the tokens
+    # The share of the validation part that the training part contains; None: not measured.
     repeated: Annotated[float, Field(ge=0, le=1)] | None = None
     owner: str = ""  # who uploaded it to S3, as in the tag of a job
 
@@ -65,10 +67,11 @@ class Upload:
 
 
 def with_store(settings: Settings) -> Settings:
-    """Return the settings with the stack's store, if they have none and there is a stack.
+    """Return the settings with the stack's store, if they have no store and there is a stack.
 
-    If AWS cannot be asked, the text stays on this machine and a launch uploads it later. Raises
-    InputError if the store is in another region, and Missing if there is no stack of the name.
+    If AWS cannot be asked, the text stays on this machine, and a launch uploads it later. Raises
+    InputError if the store is in another region, and Missing if the stack that the user named does
+    not exist.
     """
     if settings.store:
         check_store(settings)
@@ -77,7 +80,7 @@ def with_store(settings: Settings) -> Settings:
         return settings
     try:
         return with_stack(settings, names=("store",))
-    except Missing:  # the stack that the user named
+    except Missing:  # the user named this stack
         raise
     except (InputError, ServiceError) as error:
         logger.info(f"could not look for a stack ({error}); keeping the text on this machine")
@@ -85,7 +88,7 @@ def with_store(settings: Settings) -> Settings:
 
 
 def check_store(settings: Settings) -> None:
-    """Raise InputError if the store is on S3 in another region, unless in a dry run."""
+    """Raise InputError if the store is on S3 in another region. A dry run does not check."""
     if not settings.store.startswith("s3://"):
         return
     session = aws_session(settings)
@@ -96,12 +99,12 @@ def check_store(settings: Settings) -> None:
 
 
 def store_uri(store: str) -> str:
-    """The URI of a store; each store has one, and may have many paths."""
+    """The URI of a store, which may be named by several paths, and has one URI."""
     return storage.to_uri(store).rstrip("/")
 
 
 def upload_uri(name: str, sha256: str, settings: Settings, kind: str = "data") -> str:
-    """The URI of an upload: the name of the text, and the begin of the hash of its content."""
+    """The URI of an upload, with the name of the text and the first digits of its hash."""
     stem = name.partition(".")[0] or name
     slug = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40] or "text"
     suffix = f"-{sha256[:12]}"
@@ -111,7 +114,7 @@ def upload_uri(name: str, sha256: str, settings: Settings, kind: str = "data") -
 
 
 def find_upload(uri: str, settings: Settings) -> Upload | None:
-    """The upload at a URI, or None if it has no manifest or a file of it is not complete."""
+    """Find the upload at a URI; None if it has no manifest, or a file is missing or incomplete."""
     upload = read_manifest(uri, settings)
     if upload is None or not upload.is_whole(storage.list_files(uri.rstrip("/"), settings)):
         return None
@@ -119,7 +122,8 @@ def find_upload(uri: str, settings: Settings) -> Upload | None:
 
 
 def is_uploaded(uri: str, settings: Settings, if_offline: bool = False) -> bool:
-    """True if an upload is complete at a URI. A dry run does not ask S3; it gets `if_offline`."""
+    """True if the upload at a URI is complete. if_offline is returned in a dry run, which does not
+    ask S3."""
     try:
         return find_upload(uri, settings) is not None
     except Offline:
@@ -127,7 +131,7 @@ def is_uploaded(uri: str, settings: Settings, if_offline: bool = False) -> bool:
 
 
 def read_manifest(uri: str, settings: Settings) -> Upload | None:
-    """What was uploaded to a URI, whether or not it is still complete; None if nothing was."""
+    """Read the manifest of an upload, which may be incomplete by now; None if there is none."""
     if re.fullmatch(r"s3://[^/]+/?", uri):  # .json would name another bucket
         return None
     try:
@@ -140,7 +144,7 @@ def read_manifest(uri: str, settings: Settings) -> Upload | None:
 
 
 def known_upload(uri: str | None, settings: Settings) -> Upload | None:
-    """The manifest of a text; None if it is gone, or if it cannot be read."""
+    """Read the manifest of a text; None if it is gone or cannot be read."""
     if not uri:
         return None
     try:
@@ -150,7 +154,8 @@ def known_upload(uri: str | None, settings: Settings) -> Upload | None:
 
 
 def deleted_uploads(uris: Iterable[str], settings: Settings) -> list[str]:
-    """The names of the uploads at these URIs that are gone; none of which a store does not tell."""
+    """The names of the uploads at these URIs that are gone. If a store cannot be asked, its uploads
+    do not count as gone."""
     names = []
     for uri in uris:
         name = uri.rstrip("/").rpartition("/")[2]
@@ -163,10 +168,11 @@ def deleted_uploads(uris: Iterable[str], settings: Settings) -> list[str]:
 
 
 def find_text(typed: str, settings: Settings) -> str:
-    """Resolve the name of an upload, a part of the name, or its earlier location to its URI.
+    """Return the URI of the upload that a user named by its name, a part of that, or an earlier
+    location.
 
-    Another path or URI is returned as it is. Raises InputError if what the user typed is no path,
-    and is the name of no upload or a part of several names.
+    Any other path or URI is returned unchanged. Raises InputError if `typed` is no path, and no
+    name of an upload or part of just one.
     """
     if not PART_OF_NAME.fullmatch(typed) or Path(typed).exists():
         return find_moved(typed, settings)
@@ -186,9 +192,9 @@ def find_text(typed: str, settings: Settings) -> str:
 
 
 def no_upload(typed: str, names: Iterable[str]) -> InputError:
-    """The error for what is neither a file nor an upload, with those of the uploads like it."""
+    """The error for a name that is neither a file nor an upload, with similar names of uploads."""
     problem = f"there is neither a file nor an upload {typed}"
-    names = sorted(set(names))  # two stores may have the same upload, or be one
+    names = sorted(set(names))  # two stores may have the same upload, or be one store
     stems = sorted({name.rpartition("-")[0] for name in names})
     suggestion = did_you_mean(typed, stems) or did_you_mean(typed, names)
     if suggestion:
@@ -227,10 +233,10 @@ def names_in(root: str, settings: Settings) -> list[str]:
 
 
 def choose(part: str, names: Iterable[str]) -> str | None:
-    """The upload that a part of a name means, of these; None if it means none.
+    """Choose the one of these names of uploads that has this part; None if none has it.
 
-    A part is all before the hash, or else the start or the end of a name. Raises InputError if
-    several match.
+    A part is the name without its hash, or else the start or the end of the name. Raises InputError
+    if several names match.
     """
     names = sorted(names)
     matches = [name for name in names if name.rpartition("-")[0] == part]
@@ -245,7 +251,7 @@ def choose(part: str, names: Iterable[str]) -> str | None:
 
 
 def last_uploads(settings: Settings) -> Cache[dict[str, str]]:
-    """The URI of the last upload to each store, by the URI of the store, the newest last."""
+    """The URIs of the last upload to each store, by the URI of the store, the newest last."""
     return Cache(settings.home / "last-uploads.json", dict[str, str])
 
 
@@ -262,7 +268,7 @@ def note_last_upload(uri: str, settings: Settings) -> None:
 def last_upload(settings: Settings) -> str:
     """The URI of the last upload from this machine, which a launch takes by default.
 
-    It went to the store that is set, or was kept here because AWS could not be asked. Raises
+    It went to the store of the settings, or stayed here because AWS could not be asked. Raises
     InputError if there is none, or it is deleted or incomplete.
     """
     uris = [find_moved(uri, settings) for uri in last_uploads(settings).read().values()]

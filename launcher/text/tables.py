@@ -1,4 +1,4 @@
-"""Tables as text: what separates their cells, the names of their columns, and their rows."""
+"""Read tables in text files: their separator, the names of their columns, and their rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sm_nanogpt.launcher.text.encodings import as_utf8
 
 MAX_CELL = 1 << 26  # characters
 MAX_HEADER = 1 << 20
-SEPARATORS = "\t|;,"  # if two are as frequent, the first is taken
+SEPARATORS = "\t|;,"  # the first one is taken if two are equally frequent
 NO_SEPARATOR = "\x1f"
-WHOLE_CELL = re.compile(r'"[^"]*(?:""[^"]*)*"')  # in quotes, each of its own doubled
+WHOLE_CELL = re.compile(r'"[^"]*(?:""[^"]*)*"')  # a cell in quotes; quotes inside are doubled
 PLAIN_NAME = re.compile(r"[\w .\-/()]*")
 QUOTING = 'a cell that begins with " ends with ", and each " between is doubled'
 
@@ -26,9 +26,9 @@ QUOTING = 'a cell that begins with " ends with ", and each " between is doubled'
 class Header:
     """The lines of a table up to the names of its columns."""
 
-    lines: list[str]  # those with the names
+    lines: list[str]  # the lines with the names
     separator: str
-    n_skipped: int  # lines before the names: blank ones, and Excel's `sep=;`
+    n_skipped: int  # lines before the names, which are blank or Excel's `sep=;`
 
     @property
     def columns(self) -> list[str]:
@@ -57,7 +57,8 @@ def read_header(lines: Iterator[str]) -> Header:
 
 
 def complete_cells(line: str, lines: Iterator[str]) -> list[str]:
-    """A line, and those that follow until each quote in them is closed: a name has a line break."""
+    """A line, with the lines that follow until all quotes are closed: a name may have a line
+    break."""
     complete = [line]
     size = len(line)
     n_quotes = line.count('"')
@@ -72,16 +73,16 @@ def complete_cells(line: str, lines: Iterator[str]) -> list[str]:
 
 
 def separator_of(header: str) -> str:
-    """What separates the names of columns. Text in quotes does not count."""
+    """The separator between the names of columns. Text in quotes does not count."""
     unquoted = WHOLE_CELL.sub("", header)
     return max(NO_SEPARATOR + SEPARATORS, key=unquoted.count)
 
 
 def columns_in(text: str) -> list[str]:
-    """The names of the columns of a table, by the beginning of its text; [] if it is no table."""
+    """The names of the columns, if `text` is the beginning of a table; else []."""
     lines = text.splitlines(keepends=True)
     if len(lines) > 1:
-        lines.pop()  # it may be cut
+        lines.pop()  # the last line may be incomplete
     unread_lines = iter(lines)
     header = read_header(unread_lines)
     try:
@@ -101,10 +102,11 @@ def looks_like_name(text: str) -> bool:
 
 
 def read_rows(file: IO[bytes], path: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the first line and the cells of each row of a table; the first row has the columns.
+    """Yield each row of a table: the number of its first line, and its cells. The first row has the
+    names of the columns.
 
-    The separator is the one that the columns show, or that Excel's first line `sep=;` names. One
-    column needs none, and may hold any. Raises InputError.
+    The separator is found in that row, or named by a line of Excel, such as `sep=;`, before it. A
+    table of one column has no separator: its cells may contain any. Raises InputError.
     """
     csv.field_size_limit(MAX_CELL)
     text = io.TextIOWrapper(as_utf8(file, path), "utf-8", newline="")
@@ -131,10 +133,10 @@ def lines_of(text: io.TextIOWrapper) -> Iterator[str]:
 
 
 def quotes_are_letters(lines: Iterator[str], header: Header) -> bool:
-    """True if quotes do not enclose cells, as in tables of programs that quote nothing.
+    """True if quotes are characters of cells, as in tables of programs that quote nothing.
 
-    It is so if tabs or bars part each line alike, and a cell begins with a quote that encloses no
-    whole cell.
+    The signs: each line has the same number of tabs or bars, and a cell begins with a quote that
+    does not enclose the whole cell.
     """
     if header.separator not in ("\t", "|"):
         return False
@@ -150,5 +152,5 @@ def quotes_are_letters(lines: Iterator[str], header: Header) -> bool:
 
 
 def opens_quote(cell: str) -> bool:
-    """True if a cell begins with a quote that encloses no whole cell."""
+    """True if a cell begins with a quote that does not enclose the whole cell."""
     return cell.startswith('"') and WHOLE_CELL.fullmatch(cell) is None

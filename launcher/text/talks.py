@@ -1,6 +1,6 @@
-"""Talks: what people or programs said to each other, as messengers export it.
+"""Talks: the messages of people or programs to each other, as messengers export them.
 
-A talk becomes conversations, in which the model learns the messages of one of the people.
+A talk is divided into conversations, in which the model learns the messages of one of the people.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sm_nanogpt.launcher.models.encoder import ASSISTANT_PREFIX
 logger = logging.getLogger(__name__)
 
 PAUSE = 3600.0  # seconds after which a new conversation begins
-MAX_CHARACTERS = 1000  # of a conversation, after which the next answer ends it
-MAX_NAMES = 20
+MAX_CHARACTERS = 1000  # after so many, the next answer ends a conversation
+MAX_NAMES = 20  # that an error shows
 
 
 @dataclass(frozen=True)
 class Message:
-    """A text of somebody, at a number of seconds since any moment."""
+    """A message of an author. seconds are counted from any moment, the same for a whole talk."""
 
     author: str
     text: str
@@ -37,8 +37,8 @@ class Talk:
 
     messages: list[Message] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)  # by kind, such as "photo"
-    answers: str = ""  # the author whom the model is to learn, where the export says it
-    people_file: str = ""  # where the names of authors are whose ids it has, seen from its file
+    answers: str = ""  # the author whom the model is to learn, if the export says it
+    people_file: str = ""  # relative path of the file with the names for the ids of authors
 
     def add(self, author: str, text: str, seconds: float = 0.0) -> None:
         """Add a message. Raises TypeError if its author or its text is no string."""
@@ -55,7 +55,7 @@ class Talk:
         self.left_out = +self.left_out
 
     def name_people(self, names: Mapping[str, str]) -> None:
-        """Put names for the ids of authors, also where a text mentions one, as @U024BE7LH."""
+        """Replace the ids of authors by names, also where a text mentions one, as @U024BE7LH."""
 
         def named(mention: re.Match[str]) -> str:
             return f"@{names.get(mention[1], mention[1])}"
@@ -68,16 +68,16 @@ class Talk:
 
 @dataclass
 class Talks:
-    """What was met in the talks of an upload: whose messages, and what is left out."""
+    """Counts of all talks of an upload: the messages of each author, and what is left out."""
 
     authors: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
-    me: str = ""  # whose messages the model learns
-    first_position: str = ""  # of a talk between people
-    n_talks: int = 0  # between people
+    me: str = ""  # the author whose messages the model learns
+    first_position: str = ""  # of the first talk between people
+    n_talks: int = 0  # the number of talks between people
 
     def check(self) -> None:
-        """Say what is left out.
+        """Warn of what is left out.
 
         Raises InputError if it is not known whose messages the model learns, or if that person
         wrote none.
@@ -95,14 +95,14 @@ class Talks:
             logger.warning(f"left out of chats: {list_counts(self.left_out)}")
 
     def check_name(self, me: str) -> None:
-        """Raise InputError if a name was given, and no talk is between people."""
+        """Raise InputError if `me` was given, and no talk is between people."""
         if me and not self.authors:
             raise InputError("is for chats between people, and here is none", field="me", value=me)
 
     def turns_of(self, talk: Talk, position: str, me: str) -> Iterator[list[str]]:
-        """Yield the turns of each conversation of a talk, in which the model learns those of `me`.
+        """Yield the turns of each conversation of a talk. The model learns the turns of `me`.
 
-        Without a name, the people of a talk are counted, and it yields nothing.
+        If `me` is '', this only counts the authors of the talk, and yields nothing.
         """
         self.left_out.update(talk.left_out)
         if not talk.messages:
@@ -128,7 +128,7 @@ class Talks:
 
 
 def cut_at_pauses(messages: Sequence[Message], me: str) -> Iterator[list[Message]]:
-    """Yield the conversations in a chat: a pause ends one, or an answer once it is long."""
+    """Yield the conversations of a talk. A pause ends one; if it is long, the next answer does."""
     conversation: list[Message] = []
     n_characters = 0
     for message in messages:
@@ -147,9 +147,11 @@ def cut_at_pauses(messages: Sequence[Message], me: str) -> Iterator[list[Message
 
 
 def make_turns(messages: Sequence[Message], me: str, is_group: bool) -> list[str]:
-    """The turns of a conversation up to the last answer, as chats.py has them; [] without any.
+    """The turns of a conversation up to its last answer, as chats.py has them; [] if it has no
+    answer.
 
-    Messages in a row are one turn. In a group, those of others begin with a name.
+    Messages of `me` in a row are one turn, and so are messages of others. In a group, each message
+    of another person begins with the name.
     """
     turns: list[str] = []
     for is_mine, run in groupby(messages, lambda message: message.author == me):

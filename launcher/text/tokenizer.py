@@ -1,4 +1,4 @@
-"""Tokenizers: find one, learn one, and compare two."""
+"""Find, learn, and compare tokenizers."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from sm_nanogpt.launcher.text.threads import in_thread
 logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
-# Names that published tokenizers have for the end of a text, where tokenizer_config.json has none.
+# Names of the end of a text in published tokenizers, for a tokenizer_config.json without one.
 USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-SAMPLE = 1 << 27  # bytes to learn a vocabulary from
+SAMPLE = 1 << 27  # bytes from which a vocabulary is learned
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """A SHA-256 of the bytes that each id stands for."""
+    """The SHA-256 of the bytes of all tokens, in the order of their ids."""
     return hashlib.sha256(repr(tokenizer.words).encode()).hexdigest()
 
 
 def find_tokenizer(typed: str, settings: Settings) -> Tokenizer:
-    """Return the tokenizer that a user named by a file, a directory or a job."""
+    """Return the tokenizer that a user named by a file, a directory, or a job."""
     if is_path(typed) or typed.endswith(".json"):
         return open_tokenizer(path_of(typed))
     try:
@@ -58,7 +58,7 @@ def find_tokenizer(typed: str, settings: Settings) -> Tokenizer:
 def open_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer in a tokenizer.json, or in a directory that has one.
 
-    Raises InputError if there is none, or it is not of BPE over bytes or of characters.
+    Raises InputError if there is none, or if it is neither of BPE over bytes nor of characters.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     config_file = file.with_name("tokenizer_config.json")
@@ -86,7 +86,8 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
 
 def end_of_text_in(tokenizer: Tokenizer, config: Mapping[str, Any]) -> str | None:
-    """The token that ends a text: that of tokenizer_config.json, or one with a usual name."""
+    """The token that ends a text: the one that tokenizer_config.json names, or one with a usual
+    name; else None."""
     end = config.get("eos_token")
     if isinstance(end, dict):
         end = end.get("content")
@@ -99,13 +100,14 @@ def end_of_text_in(tokenizer: Tokenizer, config: Mapping[str, Any]) -> str | Non
 
 
 def fitting_size(characters: int) -> int:
-    """The largest power of two with 512 characters for each token, from 512 to 16,384."""
+    """A vocabulary size for a text: the largest power of two that leaves 512 characters for each
+    token, from 512 to 16,384."""
     exponent = (characters // 512).bit_length() - 1
     return 1 << min(max(exponent, 9), 14)
 
 
 def learn_bpe(files: Sequence[File], vocab_size: int, size: int, progress: Progress) -> Tokenizer:
-    """Learn a tokenizer of files of some size in bytes, as learn_tokenizer; log what it does."""
+    """Learn a tokenizer from files of `size` bytes, as learn_tokenizer does, and log that."""
     logger.info(f"tokenizer: learning {vocab_size:,} tokens")
     expect(progress, min(size, SAMPLE))
     tokenizer = learn_tokenizer(files, vocab_size, progress)
@@ -120,14 +122,14 @@ def learn_tokenizer(
 ) -> Tokenizer:
     """Learn BPE over bytes (arXiv:1508.07909, and section 2.2 of GPT-2's paper) from documents.
 
-    It reads at most SAMPLE bytes. The vocabulary is smaller if each word is one token before it has
-    vocab_size of them.
+    At most SAMPLE bytes are read. The vocabulary is smaller than vocab_size if each word of the
+    text is one token before.
     """
     import tokenizers
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
     by_words = pre_tokenizers.Split(Regex(QWEN35), "isolated")
-    # A text without breaks, as of DNA, is one word, for which each merge takes time.
+    # A text without breaks, such as DNA, would be one long word, in which each merge takes time.
     by_length = pre_tokenizers.Split(Regex(r"[\s\S]{256}"), "isolated")
     of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library = tokenizers.Tokenizer(models.BPE())
@@ -136,7 +138,7 @@ def learn_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[END_OF_TEXT, TURN, END_OF_TURN],  # of turns, for conversations later
+        special_tokens=[END_OF_TEXT, TURN, END_OF_TURN],  # TURN is for later conversations
         show_progress=False,
     )
 
@@ -150,7 +152,7 @@ def learn_tokenizer(
             if piece:
                 yield piece
 
-    # The library handles no signals. Here, Ctrl-C ends the wait for it.
+    # The library does not handle Ctrl-C. In a thread, Ctrl-C ends the wait for it.
     training = in_thread(partial(library.train_from_iterator, sample(), trainer))
     try:
         wait_and_report(training, survey, progress)
@@ -162,7 +164,7 @@ def learn_tokenizer(
 
 
 def wait_and_report(training: Future[Any], survey: Survey, progress: Progress) -> None:
-    """Wait until a training ends, and report the bytes that it reads into a survey."""
+    """Wait until the library has learned, and report the bytes that were read into the survey."""
     reported = 0
     is_done = False
     while not is_done:

@@ -3,13 +3,13 @@
 An upload of tokens has these files:
 
     tokenizer.json          for the `tokenizers` library, with tokenizer_config.json
-    train-00000.bin, ...    ids, uint16 or uint32, each document ended by the end-of-text token;
-                            of conversations int32, as launcher/models/chat.py says
-    val-00000.bin, ...      whole documents, which are not in train
-    meta.json               what there is; its SHA-256 stands for the upload
+    train-00000.bin, ...    ids, uint16 or uint32; each document ends with the end-of-text token.
+                            Ids of conversations are int32, as launcher/models/chat.py says
+    val-00000.bin, ...      the same, for whole documents that are not in train
+    meta.json               the list of the shards; its SHA-256 stands for the upload
 
-The order of the documents is random but fixed by a seed, so that neighbors in a sorted collection
-do not share a batch, and the last of them are those for validation, with all their copies.
+The order of the documents is random, and fixed by a seed, so that neighbors in a sorted collection
+do not share a batch. The last documents are for validation, with all their copies.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from sm_nanogpt.launcher.text.tokenizer import USUAL_ENDS
 
 logger = logging.getLogger(__name__)
 
-BATCH = 1 << 22  # characters encoded at once
-PIECE_OVERHEAD = 256  # characters that a piece of a batch counts for besides its own
+BATCH = 1 << 22  # characters that are encoded at once
+PIECE_OVERHEAD = 256  # what each piece of a batch costs besides its characters, in characters
 SHARD_BYTES = 1 << 28
-# The part for validation: a tenth, but no more tokens than an evaluation can use.
+# The most tokens for validation, which else gets a tenth: an evaluation uses no more.
 VALIDATION_TOKENS = 5_000_000
 SEED = 1337
-TYPE_NAMES = {"H": "uint16", "I": "uint32", "i": "int32"}  # by the code that array has for a type
+TYPE_NAMES = {"H": "uint16", "I": "uint32", "i": "int32"}  # by the type codes of array
 
 Batch = list[str | None]  # pieces of documents; None: a document ends
 
@@ -60,10 +60,10 @@ def encode(
     directory: Path,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Write documents as tokens into an empty directory. Returns fields of their Upload.
+    """Write documents as tokens into an empty directory; return fields of their Upload.
 
-    A single document is cut: its last tenth is for validation. Raises InputError if the text has
-    changed since it was surveyed, or if decoding its tokens gives another text.
+    If there is one document, its last tenth is for validation. Raises InputError if the text has
+    changed since it was surveyed, or if its tokens do not decode to it.
     """
     if survey.chats == 1:
         raise InputError("one conversation is too little to train and validate on")
@@ -103,8 +103,9 @@ def encode(
 
 
 def encode_documents(files: Sequence[File], survey: Survey, writer: DocumentWriter) -> None:
-    """Write the documents of files. Raises InputError if they are not those of the survey."""
-    cut = 0  # characters after which a single document is cut
+    """Encode and write the documents of files. Raises InputError if they are not those of the
+    survey."""
+    cut = 0  # position, in characters, at which a single document is cut; 0: nowhere
     if survey.documents == 1:
         cut = int(survey.characters * (1 - VALIDATION_FRACTION))
     survey_again = Survey()
@@ -116,7 +117,7 @@ def encode_documents(files: Sequence[File], survey: Survey, writer: DocumentWrit
 
 def split_documents(documents: EncodedDocuments, survey: Survey) -> dict[str, list[int]]:
     """The indices of the documents for training and for validation, as `split` returns them."""
-    if survey.documents == 1:  # which was cut
+    if survey.documents == 1:  # it was cut in two
         return {"train": [0], "val": [1]}
     hashes = array("q", (hash(documents.content(index)) for index in range(len(documents))))
     n_copies = len(hashes) - len(set(hashes))
@@ -137,10 +138,11 @@ def report_parts(n_train: int, n_val: int) -> None:
 
 
 def share_within_tokens(directory: Path) -> float:
-    """The share of the validation tokens whose text the training tokens contain, 0 to 1."""
+    """The share of the validation text, 0 to 1, that the training text contains, in an upload of
+    tokens."""
     corpus = read_tokens(directory, Config())
     vocabulary = corpus.tokenizer.words
-    width = max(1, sum(map(len, vocabulary)) // len(vocabulary))  # of a token, in bytes
+    width = max(1, sum(map(len, vocabulary)) // len(vocabulary))  # mean bytes of a token
     ranges = repeats.sampled_ranges(len(corpus.val), repeats.SAMPLE // width)
     sample = b"".join(content_of(corpus.val[begin:end], vocabulary) for begin, end in ranges)
     n_train = min(len(corpus.train), repeats.TRAINING // width)
@@ -152,7 +154,8 @@ def share_within_tokens(directory: Path) -> float:
 
 
 def with_end_of_text(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with an end of text that does not end a turn, as Qwen's own does."""
+    """The tokenizer, with a token for the end of a text that does not also end a turn, as it does
+    in Qwen's."""
     if tokenizer.end_of_text != END_OF_TURN:
         return tokenizer
     for name in USUAL_ENDS:
@@ -162,10 +165,13 @@ def with_end_of_text(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def split(ends: array[int], hashes: Sequence[int]) -> dict[str, list[int]]:
-    """The indices of the documents of each part, in random order; copies are in the same part.
+    """Split documents into training and validation; return the indices of each part, in random
+    order.
 
-    Copies that are together longer than the validation part should be are for training, unless all
-    are. Raises InputError if all documents are equal.
+    ends are the positions of the documents' ends, counted in ids, and hashes those of their
+    contents. Copies of a document are in one part. If together they are longer than the validation
+    part may be, that is the training part, unless this holds for all documents. Raises InputError
+    if all documents are equal.
     """
     order = list(range(len(ends)))
     random.Random(SEED).shuffle(order)
@@ -196,9 +202,9 @@ def split(ends: array[int], hashes: Sequence[int]) -> dict[str, list[int]]:
 
 
 def batches(pieces: Iterator[str | None], cut: int) -> Iterator[Batch]:
-    """Yield the pieces of read_documents in batches of some BATCH characters.
+    """Yield the pieces of read_documents in batches of about BATCH characters.
 
-    If `cut` is not 0, the first document also ends after that many characters.
+    If `cut` is not 0, the first document is cut in two after that many characters.
     """
     batch: Batch = []
     size = 0
@@ -220,7 +226,7 @@ def batches(pieces: Iterator[str | None], cut: int) -> Iterator[Batch]:
 
 
 class DocumentWriter:
-    """Writes the ids of documents into a file, one after the other, each with its end."""
+    """Writes the ids of documents into a file, one document after the other, each with its end."""
 
     def __init__(
         self, tokenizer: Tokenizer, are_chats: bool, file: IO[bytes], progress: Progress
@@ -244,7 +250,7 @@ class DocumentWriter:
         self.answer_contexts = array("Q")
 
     def encode_end(self) -> bytes:
-        """The id of the end of a text; the loss leaves out that of a conversation."""
+        """The bytes of the id that ends a text. In a conversation, the loss leaves it out."""
         end = self.tokenizer.end
         if end is None:
             return b""
@@ -271,7 +277,7 @@ class DocumentWriter:
         self.n_ids += len(ids) // self.width
 
     def check_characters(self, pieces: Sequence[str]) -> None:
-        """Raise InputError if a tokenizer of characters lacks one of these."""
+        """Raise InputError if the tokenizer is of characters, and lacks one of the pieces'."""
         if self.tokenizer.unit != "characters":
             return
         unknown = set().union(*pieces) - self.characters
@@ -280,11 +286,11 @@ class DocumentWriter:
 
     @cached_property
     def characters(self) -> set[str]:
-        """Those of a tokenizer of characters."""
+        """The characters of a tokenizer of characters."""
         return {word.decode() for word in self.tokenizer.words}
 
     def note_answer(self, turn: str) -> None:
-        """Note the context of a conversation up to a turn, if that is its first answer."""
+        """Note the length of a conversation up to this turn, if the turn is its first answer."""
         is_first = len(self.answer_contexts) == len(self.ends)
         if self.chat_encoder is None or not is_first or not turn.startswith(ASSISTANT_PREFIX):
             return
@@ -320,14 +326,15 @@ class EncodedDocuments:
 def write_shards(
     directory: Path, name: str, documents: EncodedDocuments, order: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Write documents, in this order, to files of SHARD_BYTES. Returns what meta.json has of them.
+    """Write documents, in this order, to files of SHARD_BYTES; return the files' entries for
+    meta.json.
 
-    A document may be in two files.
+    A document may extend over two files.
     """
     shards: list[dict[str, Any]] = []
     contents = map(documents.content, order)
     n_pending = documents.width * sum(documents.length(index) for index in order)
-    content = b""  # what is not written yet of a document
+    content = b""  # the part of a document that is not written yet
     while n_pending:
         path = directory / f"{name}-{len(shards):05d}.bin"
         size = min(n_pending, SHARD_BYTES)

@@ -1,4 +1,4 @@
-"""Compressed files, a bound on what they unpack to, and files that are made in chunks."""
+"""Unpack compressed files within bounds, and make files from chunks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ else:
     from backports import zstd
 
 CHUNK = 1 << 20  # bytes of a file that are read at once
-# Text packs to a tenth, and logs of equal lines to a hundredth. What unpacks to more is no text.
+# Text packs to a tenth of its size, and logs of equal lines to a hundredth. A file that unpacks to
+# more than MAX_RATIO times its size is no text.
 MAX_RATIO = 200
-RATIO_FREE_BYTES = 1 << 28
+RATIO_FREE_BYTES = 1 << 28  # that any file may unpack to
 
 
 @dataclass(frozen=True)
 class Compression:
-    """A compression of single files that are unpacked while they are read."""
+    """A compression of a single file, which is unpacked while it is read."""
 
     suffix: str
     magic: bytes  # the first bytes of its files
@@ -56,7 +57,7 @@ def without_compression(path: Path) -> Path:
 
 
 class Unpacking:
-    """Counts the bytes that come out of a packed file, and refuses too many of them."""
+    """Counts the bytes that a packed file unpacks to, and refuses too many."""
 
     def __init__(self, name: object, packed_size: int) -> None:
         self.name = name
@@ -74,10 +75,10 @@ class Unpacking:
 
 
 class ChunkedFile(io.RawIOBase):
-    """A file that is made in chunks of another one. It is read from its beginning, in order.
+    """A file whose content is made in chunks from another file. It can only be read in order.
 
-    make_chunks reads the other file from where it is, and yields chunks, of which none but the last
-    is empty.
+    make_chunks reads the other file from its position, and yields chunks. Only the last may be
+    empty.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class ChunkedFile(io.RawIOBase):
 
 
 def bounded(file: IO[bytes], name: object, packed_size: int) -> io.BufferedReader:
-    """The content of an unpacked file. Reading raises InputError if it is far more than its size.
+    """The content of an unpacked file. To read far more than packed_size raises InputError.
 
-    name and packed_size are those of the packed file.
+    name: what errors call the packed file. packed_size: its bytes.
     """
 
     def make_chunks(file: IO[bytes]) -> Iterator[bytes]:

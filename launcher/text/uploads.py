@@ -26,19 +26,19 @@ class Stored:
 
     name: str
     uri: str
-    kind: str  # text, tokens, conversations, model; incomplete: after an interruption
+    kind: str  # text, tokens, conversations, or model; incomplete after an interruption
     size: int  # bytes
     written: float  # seconds since the epoch
-    jobs: list[str]  # ids of all that read it, newest first
-    running: list[str]  # those of them that have not ended
-    owners: list[str]  # of those on SageMaker, by name
+    jobs: list[str]  # ids of all jobs that read it, newest first
+    running: list[str]  # ids of the jobs that have not ended
+    owners: list[str]  # of its jobs on SageMaker, by name
     manifest: Upload | None  # None: incomplete
 
 
 def uploads(settings: Settings | None = None) -> list[Stored]:
-    """The uploads in this machine's store and in the one that is set, newest first.
+    """The uploads in this machine's store and in the store of the settings, newest first.
 
-    Raises InputError or ServiceError if AWS did not list all of them, or all jobs that use them.
+    Raises InputError or ServiceError if AWS did not list all uploads, or all jobs that read them.
     """
     listed, failure = find_uploads(settings or load_settings())
     if failure:
@@ -47,7 +47,7 @@ def uploads(settings: Settings | None = None) -> list[Stored]:
 
 
 def find_uploads(settings: Settings) -> tuple[list[Stored], InputError | ServiceError | None]:
-    """As `uploads`, but an incomplete list is returned too, with the error that made it so."""
+    """As `uploads`, except that an error is returned, with an incomplete list, and not raised."""
     listing = Listing(settings, everyone=True)
     jobs = list(listing)
     listed: list[Stored] = []
@@ -64,9 +64,10 @@ def find_uploads(settings: Settings) -> tuple[list[Stored], InputError | Service
 
 
 def full_name(reference: str, settings: Settings) -> str:
-    """The name of the upload that a part of a name means; the reference itself if there is none.
+    """The name of the upload that a reference, a part of the name, means; the reference itself if
+    it means none.
 
-    Raises InputError if several match, and ServiceError if AWS did not list all of them.
+    Raises InputError if several names match, and ServiceError if AWS did not list all uploads.
     """
     listed, failure = find_uploads(settings)
     name = choose(reference, {upload.name for upload in listed})
@@ -85,7 +86,7 @@ def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -
 
 
 def entries_by_upload(root: str, settings: Settings) -> dict[str, dict[str, Entry]]:
-    """The files of each upload below a URI, by their names; '' is that of its manifest."""
+    """The files of each upload below a URI, by the names of upload and file. '' is the manifest."""
     entries: dict[str, dict[str, Entry]] = defaultdict(dict)
     for path, entry in storage.list_entries(root, settings).items():
         name, is_below, file = path.partition("/")
@@ -130,7 +131,7 @@ def stored_upload(
 
 
 def reads(job: JobDescription, uri: str) -> bool:
-    """True if a job reads an upload, or one of its name in a copy of this machine's store."""
+    """True if a job reads an upload, or reads it from a copy of this machine's store."""
     inputs = [location.rstrip("/") for location in job.inputs.values()]
     if uri.startswith("s3://"):
         return uri in inputs
@@ -139,6 +140,6 @@ def reads(job: JobDescription, uri: str) -> bool:
 
 
 def delete(upload: Stored, settings: Settings) -> None:
-    """Delete an upload, its manifest first: what an interruption leaves is no upload."""
+    """Delete an upload. The manifest goes first, so that an interruption leaves no upload."""
     storage.remove(f"{upload.uri}.json", settings)
     storage.remove(upload.uri, settings)

@@ -1,6 +1,6 @@
-"""Read the text of a chat that WhatsApp has exported, of Android or of iOS; tell it from a diary.
+"""Read a chat that WhatsApp exported, on Android or iOS, and tell it from a diary.
 
-A diary may begin with a time as a chat does, and have a colon in its lines.
+The lines of a diary may also begin with a time and have a colon.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ WHATSAPP_LINE = re.compile(
     r"(?:[ \u00a0\u202f]?(?P<half>[AaPp])\.?[ \u00a0]?[Mm]\.?)?(?:\]| -) (?P<message>.*)",
     re.DOTALL,
 )
-WHATSAPP_START = (  # of a file, in bytes, as formats.py knows formats
+WHATSAPP_START = (  # the magic of the format in formats.py
     rb"(\xef\xbb\xbf)?(\xe2\x80\x8e)?"
     rb"(\[?\d{1,4}[./-]\d{1,2}[./-]\d{1,4}, \d{1,2}[:.]\d\d([:.]\d\d)?"
     rb"(( |\xc2\xa0|\xe2\x80\xaf)?[AaPp]\.?( |\xc2\xa0)?[Mm]\.?)?(\]| -) "
-    # Logs have dates without a comma, too: a name follows, or the note on how safe WhatsApp is.
+    # Logs also have dates without a comma. In a chat, a name follows, or a note of WhatsApp.
     rb"|\d\d/\d\d/\d{4} \d\d:\d\d - ([^\n:]{1,60}: |[^\n]*WhatsApp))"
 )
-WHATSAPP_FILE = re.compile(  # a photo, a recording, or a file, beside which a caption may stand
+WHATSAPP_FILE = re.compile(  # a photo, recording, or file; a caption may follow it
     r"\A<[^<>\n]+>\Z|\A<\w+( \w+)+>\n"
     r"|\A[^\n]+ \((file attached|datei angehängt|fichier joint|archivo adjunto|arquivo anexado"
     r"|file allegato)\)(\n|\Z)"
@@ -45,18 +45,19 @@ WHATSAPP_DELETED = re.compile(
 )
 
 
-LOOK_BYTES = 1 << 16  # of a file, by which a chat is told from a diary
+LOOK_BYTES = 1 << 16  # the first bytes of a file, by which a chat is told from a diary
 FILE_NAME = re.compile(r"whatsapp|^_chat\.txt$", re.IGNORECASE)  # as WhatsApp names its exports
-LEVELS = {"DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL"}  # what a log has before a colon
+LEVELS = {"DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL"}  # before the colon in a log
 MIN_REPEATED = 0.8  # share of the messages whose author wrote more than one
-MIN_ANSWERS = 0.1  # share of the messages that come within PAUSE of one by somebody else
+MIN_ANSWERS = 0.1  # share of the messages that follow, within PAUSE, one of another author
 
 
 def is_chat(text: str, file_name: str, me: str) -> bool:
-    """True if the beginning of a text, which has times as a chat of WhatsApp has them, is of one.
+    """True if a text with the times of a WhatsApp chat is one, by its beginning.
 
-    A sign of the program says so, or that `me`, whose messages are to be learned, wrote some. Else
-    what stands before the colons has to be names: at least two, which repeat and answer each other.
+    It is one if it has a sign of the program, or a message of `me`, whose messages are to be
+    learned. Else the words before the colons have to look like names: there are at least two, which
+    repeat and answer each other.
     """
     first_line = text.partition("\n")[0]
     is_note = "WhatsApp" in first_line and ": " not in first_line
@@ -74,9 +75,9 @@ def is_chat(text: str, file_name: str, me: str) -> bool:
 
 
 def named_messages(text: str) -> list[Message]:
-    """The first lines of the messages of a text that have an author."""
+    """The messages of a text that have an author, each with its first line."""
     messages = []
-    dates: dict[str, int] = {}  # numbered in their order
+    dates: dict[str, int] = {}  # the number of each date, in the order of the text
     for line in text.removeprefix("\ufeff").splitlines():
         match = WHATSAPP_LINE.match(line)
         if match is None:
@@ -90,7 +91,7 @@ def named_messages(text: str) -> list[Message]:
 
 
 def count_answers(messages: Sequence[Message]) -> int:
-    """How many of the messages come soon after one by somebody else."""
+    """Count the messages that follow, within PAUSE, one of another author."""
     n_answers = 0
     for last, message in pairwise(messages):
         is_soon = abs(message.seconds - last.seconds) <= PAUSE
@@ -105,10 +106,10 @@ def name_of(author: str) -> str:
 
 
 def read_whatsapp(file: IO[bytes], name: str) -> Iterator[tuple[str, Talk]]:
-    """Yield the one talk of a text that WhatsApp has exported, of Android or of iOS."""
+    """Yield the one talk of a file that WhatsApp exported, with the name of the file."""
     talk = Talk()
     text = "".join(part for _, part in read_text(file, name, CHUNK))
-    lines: list[str] = []  # of a message
+    lines: list[str] = []  # of the message that is read
     day = 0
     date = ""
     for line in text.removeprefix("\ufeff").splitlines():
@@ -117,7 +118,7 @@ def read_whatsapp(file: IO[bytes], name: str) -> Iterator[tuple[str, Talk]]:
             lines.append(line)
             continue
         add_whatsapp_message(talk, lines, day)
-        if match["date"] != date:  # whose order of day and month is not known
+        if match["date"] != date:  # days are counted: the order of day and month is not known
             day += 1
             date = match["date"]
         lines = [line]
@@ -138,9 +139,9 @@ def add_whatsapp_message(talk: Talk, lines: list[str], day: int) -> None:
         talk.left_out["note of the service"] += 1
     elif WHATSAPP_DELETED.fullmatch(text.strip("\u200e ")):
         talk.left_out["deleted message"] += 1
-    elif n_files and "\u200e" in text:  # the name and the pages of a file, which is counted
+    elif n_files and "\u200e" in text:  # the name and the pages of the file, which was counted
         return
-    elif text.startswith("\u200e"):  # the mark before what the program writes
+    elif text.startswith("\u200e"):  # WhatsApp marks its own notes so
         talk.left_out["note of the service"] += 1
     elif text or not n_files:
         seconds = day * 86_400 + time_of_day(match)
@@ -148,7 +149,7 @@ def add_whatsapp_message(talk: Talk, lines: list[str], day: int) -> None:
 
 
 def time_of_day(match: re.Match[str]) -> int:
-    """Seconds."""
+    """The seconds since midnight of a line that WHATSAPP_LINE matches."""
     hour = int(match["hour"])
     if match["half"]:
         hour %= 12

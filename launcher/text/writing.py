@@ -17,14 +17,14 @@ from sm_nanogpt.launcher.text.threads import in_thread
 
 SMALL_FILE = 1 << 20  # bytes
 WRITERS = 16  # small files that are written at once
-CLEANUP_SECONDS = 5.0
+CLEANUP_SECONDS = 5.0  # in which writers may remove half-written files after an error
 
 
 def write_files(files: Sequence[File], uri: str, settings: Settings, progress: Progress) -> None:
-    """Write files below a URI: small ones side by side, since each waits for the disk or for S3.
+    """Write files below a URI: small files in parallel, since each waits for the disk or for S3.
 
-    Large ones follow in turn; on S3, each goes in parallel parts. After an error or Ctrl-C no other
-    file is begun.
+    Large files follow one by one; S3 gets each in parallel parts. After an error or Ctrl-C, no
+    other file is begun.
     """
     FileWriter(uri, settings, progress).write_all(files)
 
@@ -54,7 +54,7 @@ class FileWriter:
                 writer.result()
         finally:
             self.is_stopped.set()
-            wait(writers, CLEANUP_SECONDS)  # they remove what is half written
+            wait(writers, CLEANUP_SECONDS)  # they remove half-written files
         for file in large_files:
             self.write(file)
 
@@ -69,7 +69,7 @@ class FileWriter:
         if path_in_store is not None and file.is_converted:
             with open_text(file) as content, storage.errors_about(target):
                 LocalLocation(path_in_store).write_content(content, file.path, self.report)
-        else:  # S3 gets parallel parts, which need a file
+        else:  # S3 gets a file in parallel parts, which are read from a file
             with file_to_upload(file) as path:
                 storage.write_file(path, target, self.report, self.settings)
 
