@@ -1,4 +1,4 @@
-"""Whether pilots say what larger models lose, and from which size on these lose more."""
+"""Check whether pilots tell the losses of larger models, and at which size the loss is lowest."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from sm_nanogpt.launcher.forecast.law import TextLaw
 from sm_nanogpt.launcher.job import Expected
 from sm_nanogpt.launcher.launching.forecasts import Pilot, Row
 
-MAX_MISFIT = 0.03  # of log losses: that of honest texts is up to 0.015
-MAX_DEVIATIONS = 4  # of what compute is worth: most texts are within 2.4, release notes at 5
-MAX_ABOVE = 0.02  # of log loss: the largest pilot of honest texts is up to 0.014 above the law
-OTHER_KIND = 1.3  # validation loss over train loss, early in training: honest texts are near 1
-MIN_LOSS = 0.1  # nats: a pilot on a text that repeats itself loses less
-MAX_OF_ENTROPY = 0.97  # of the loss by frequencies alone: a pilot that learns loses less
-AS_GOOD = 0.003  # nats: a size that loses so little more is as good
+MAX_MISFIT = 0.03  # of log losses; honest texts have up to 0.015
+MAX_DEVIATIONS = 4  # of the worth of compute; most texts have up to 2.4, and release notes 5
+MAX_ABOVE = 0.02  # of the largest pilot's log loss over the law; honest texts have up to 0.014
+OTHER_KIND = 1.3  # validation loss over train loss, early in training; honest texts have about 1
+MIN_LOSS = 0.1  # in nats; on a text that repeats itself, a pilot loses less
+MAX_OF_ENTROPY = 0.97  # of the loss by frequencies alone; a pilot that learns loses less
+AS_GOOD = 0.003  # in nats; a size that loses at most so much more is as good
 
 
 def check_text(pilots: Mapping[float, Pilot], ids: Tensor, unit: str) -> None:
-    """Raise InputError if the losses of pilots, by size, on the same text mean nothing.
+    """Raise InputError if the text repeats itself, or pilots learn only the frequencies of ids.
 
-    ids are those of the training text, of any integer type [n]; unit is what they are.
+    pilots, by size, have all read the same text. ids are those of the training text, of any integer
+    type [n], and unit says what they are.
     """
     counts = torch.bincount(unsigned(ids))
     shares = counts[counts > 0] / counts.sum()
-    entropy = -float((shares * shares.log()).sum())  # the loss of a model that knows no more
+    entropy = -float(
+        (shares * shares.log()).sum()
+    )  # the loss of a model that knows only frequencies
     lowest = min(pilot.loss for pilot in pilots.values())
     if lowest < MIN_LOSS:
         problem = f"the text repeats itself: a pilot has a loss of {lowest:.3f} nats"
@@ -44,9 +47,9 @@ def check_text(pilots: Mapping[float, Pilot], ids: Tensor, unit: str) -> None:
 
 
 def problem_of_law(law: TextLaw, is_packaged: bool) -> str:
-    """Why a law does not say what larger models lose on its text, or ''.
+    """Why a law cannot tell what larger models lose on its text, or ''.
 
-    is_packaged: the pilots are of the training folder as it is packaged.
+    is_packaged: the packaged training folder made the pilots, and not an edited one.
     """
     worth = float(law.mean[1])  # of compute
     worth_elsewhere = law.law.mean[1]
@@ -66,7 +69,7 @@ def problem_of_law(law: TextLaw, is_packaged: bool) -> str:
 
 
 def describe_losses(losses: Mapping[float, Expected]) -> str:
-    """What the pilots lost on the whole text, by size: jobs of these sizes do. '' without any."""
+    """Describe the losses of pilots on the whole text, by size; '' if there is none."""
     if not losses:
         return ""
     measured = [f"{expected.loss:.3f} at size {size:g}" for size, expected in losses.items()]
@@ -74,7 +77,8 @@ def describe_losses(losses: Mapping[float, Expected]) -> str:
 
 
 def has_lowest(losses: Mapping[float, Expected]) -> bool:
-    """True if the losses, by size, fall to the lowest one and rise from it, as of an overfit."""
+    """True if the losses, in the order of sizes, fall to a lowest one and then rise by over
+    AS_GOOD, as if larger sizes overfit."""
     if not losses:
         return False
     by_size = [losses[size].loss for size in sorted(losses)]
@@ -85,15 +89,15 @@ def has_lowest(losses: Mapping[float, Expected]) -> bool:
 
 
 def up_to_lowest(losses: Mapping[float, Expected]) -> dict[float, Expected]:
-    """The losses by size, without the sizes over that of the lowest."""
+    """The losses by size, up to the size with the lowest loss."""
     best = min(losses, key=lambda size: losses[size].loss)
     return {size: expected for size, expected in losses.items() if size <= best}
 
 
 def problem_of_validation(pilots: Mapping[float, Pilot]) -> str:
-    """How the validation text differs from the training text, by the smallest of these pilots.
+    """Describe how the validation text differs from the training text, by the smallest pilot.
 
-    '' if the two are of one kind.
+    Returns '' if both texts are of one kind.
     """
     pilot = pilots[min(pilots)]
     if pilot.train_loss is None or pilot.loss <= OTHER_KIND * pilot.train_loss:

@@ -1,4 +1,4 @@
-"""How long a job of each size takes on this machine."""
+"""Measure how long a job of each size takes on this machine."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from sm_nanogpt.launcher.launching.forecasts import ForecastLedger, Pilot
 from sm_nanogpt.launcher.local.backend import LocalPlacement, plan_processes
 from sm_nanogpt.launcher.machines import is_busy
 
-LONG_STEP = 0.25  # seconds: longer steps are forecast by arithmetic
-ROUND_STEPS = 24  # four for each length of the windows, twelve of the whole length
-MAX_ROUNDS = 6  # of steps of a small model that are timed
-TIMED_SECONDS = 4.0
+LONG_STEP = 0.25  # seconds; the time of a longer step is computed from that of a smaller size
+ROUND_STEPS = 24  # twelve steps with windows of the whole length, and four of each shorter length
+MAX_ROUNDS = 6  # of steps that are timed for a small model
+TIMED_SECONDS = 4.0  # that timing one size may take
 
 
 @dataclass(frozen=True)
 class LocalTimes:
-    """How long a job takes on this machine."""
+    """The time of a job of each size on this machine."""
 
     seconds: dict[float, float | None]  # by size; None if it is not known
-    busy: bool  # True if other programs use the machine: then pilots' processor time gives them
+    busy: bool  # True: other programs use the machine, so times come from the pilots
 
 
 @dataclass(frozen=True)
 class LocalClock:
-    """Times jobs on this machine by a few of their steps, which the ledger keeps.
+    """Times jobs on this machine by a few of their steps. The ledger keeps the measurements.
 
-    report gets a line for each timing.
+    report gets a line for each measurement.
     """
 
     sizes: Sizes
@@ -44,10 +44,10 @@ class LocalClock:
     report: Callable[[str], None]
 
     def times(self, sizes: Sequence[float], pilots: Mapping[PlannedPilot, Pilot]) -> LocalTimes:
-        """The time of a job of each size here, by a few of its steps.
+        """The time of a job of each size on this machine, by a few of its steps.
 
-        If other programs use the machine, the times are computed from the processor time of the
-        pilots, which hardly depends on them.
+        If other programs use the machine, times are computed from the processor time of the pilots,
+        which hardly depends on other programs.
         """
         seconds = self.timed_seconds(sizes)
         if seconds is not None:
@@ -64,7 +64,7 @@ class LocalClock:
     def timed_seconds(self, sizes: Sequence[float]) -> dict[float, float | None] | None:
         """The seconds of a job of each size, by steps that are timed; None on a busy machine.
 
-        Where a step takes long, its time is computed from that of a smaller size.
+        The time of a long step is computed from that of a smaller size.
         """
         seconds = dict[float, float | None]()
         flops = math.inf
@@ -87,10 +87,11 @@ class LocalClock:
     def fit_step_seconds(
         self, pilots: Mapping[PlannedPilot, Pilot]
     ) -> Callable[[Any], float] | None:
-        """The seconds of a step on all cores, by its config; None if no processor time is recorded.
+        """A function that gives the seconds of a step on all cores, for a config.
 
-        A line through the pilots' processor seconds for a step, over the operations of a step. The
-        cores share the operations; what a step costs besides is of one core.
+        It is a line through the processor seconds of the pilots' steps, over the operations of a
+        step. All cores share the operations; the constant cost of a step is on one core. None if no
+        processor time is recorded, or if the line does not rise.
         """
         works = []
         seconds = []
@@ -108,20 +109,22 @@ class LocalClock:
         return step_seconds if slope > 0 else None
 
     def steps_with_evaluations(self, config: Any) -> float:
-        """The steps of a run, and as many more as its evaluations take, but for the last one."""
+        """The steps of a run, plus as many as its evaluations take, without the last one."""
         n_tokens = min(len(self.corpus.val), config.eval_tokens)
-        evaluation = n_tokens / (config.batch_size * config.block_size) / 3  # forward alone
+        evaluation = (
+            n_tokens / (config.batch_size * config.block_size) / 3
+        )  # without a backward pass
         n_evaluations = (config.max_steps - 1) // config.eval_interval
         return float(config.max_steps + n_evaluations * evaluation)
 
     def placement(self, size: float) -> LocalPlacement:
-        """The processes and the GPUs of a job of a size on this machine."""
+        """The processes and the GPUs that a job of a size gets on this machine."""
         job = TrainingJob(data="file:///", hyperparameters=self.sizes.hyperparameters(size))
         job._source = self.sizes.training_folder
         return plan_processes(job)
 
     def first_steps(self, size: float, n_steps: int) -> Trial:
-        """The first steps of a job on this machine, whose windows have all lengths of the job's."""
+        """A trial of the first steps of a job on this machine, with windows of all its lengths."""
         values = self.sizes.hyperparameters(size)
         placement = self.placement(size)
         values |= {"max_steps": n_steps, "device": "auto", "log_interval": 1, "sample_length": 300}
@@ -132,10 +135,10 @@ class LocalClock:
         return Trial(f"speed of size {size:g}", values, n_tokens, threads)
 
     def time(self, trial: Trial) -> Pilot | None:
-        """Run the first steps of a job, unless the ledger has them.
+        """Run the first steps of a job, unless the ledger has their times.
 
-        None if other programs use this machine meanwhile: the steps would seem too slow, so their
-        time is not kept.
+        Returns None, and keeps nothing, if other programs use this machine: the steps would seem
+        too slow.
         """
         recorded = self.ledger.pilots.get(trial.name)
         if recorded is not None:
@@ -151,7 +154,7 @@ class LocalClock:
 
 
 def steps_to_time(step_seconds: float) -> int:
-    """How many steps show the speed, in about TIMED_SECONDS. step_seconds is 0 if not known."""
+    """How many steps to time, in about TIMED_SECONDS. step_seconds is 0 if it is not known."""
     n_rounds = MAX_ROUNDS
     if step_seconds:
         n_rounds = round(TIMED_SECONDS / ROUND_STEPS / step_seconds)

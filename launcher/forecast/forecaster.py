@@ -41,12 +41,12 @@ from sm_nanogpt.launcher.launching.forecasts import Change, Forecast, ForecastLe
 from sm_nanogpt.launcher.source import Source
 
 TABLE_SIZES = (1.0, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
-MAX_COMPUTE = 40  # times that of all pilots: beyond it nothing is forecast
-Z = 1.2816  # standard deviations to either side hold 80 %
+MAX_COMPUTE = 40  # times that of all pilots; for larger runs nothing is forecast
+Z = 1.2816  # standard deviations to either side of the mean hold 80 %
 
 
 class Forecaster:
-    """Forecasts for one text and one training folder.
+    """Forecasts the runs of each size on one text, by one training folder.
 
     The ledger at ledger_path keeps the pilots and the forecasts. report gets a line for each run
     that ends. n_tokens is the length of the training text; None: the corpus has all of it. Raises
@@ -76,7 +76,10 @@ class Forecaster:
     def forecast(
         self, text: str, instances: Sequence[InstanceType], ceiling: float | None
     ) -> Forecast:
-        """The forecast for this machine and for instance types; ceiling is in USD."""
+        """Forecast for this machine and for instance types.
+
+        text: what the forecast calls the text. ceiling: what a job may cost, in USD.
+        """
         pilots = self.pilots()
         whole_pilots = on_most_tokens(pilots)
         n_checked = min(self.sizes.n_tokens, WRITTEN)
@@ -135,7 +138,7 @@ class Forecaster:
         return forecast
 
     def pilots(self) -> dict[PlannedPilot, Pilot]:
-        """The pilots of this text, after those that the ledger lacks have run."""
+        """The pilots of this text. Those that the ledger lacks are run now."""
         planned_pilots = pilots_of(self.sizes.n_tokens)
         trials = trials_of(planned_pilots, self.sizes.hyperparameters)
         recorded = self.ledger.pilots
@@ -157,7 +160,7 @@ class Forecaster:
         return {planned: recorded[planned.name] for planned in planned_pilots}
 
     def work_of(self, planned: PlannedPilot) -> float:
-        """The operations of a pilot, and those for which the overhead of its steps stands."""
+        """The operations of a pilot, including those that take as long as the overhead of steps."""
         config = self.sizes.config(planned.size, planned.n_tokens)
         return float(config.max_steps * (self.sizes.step_work(config) + STEP_OVERHEAD))
 
@@ -168,13 +171,13 @@ class Forecaster:
         problem: str,
         candidates: Sequence[float],
     ) -> dict[float, Expected]:
-        """The losses by size: those of the pilots on the whole text, as jobs of their sizes lose
-        them, then the law's of larger ones.
+        """The losses by size: for the sizes of pilots on the whole text, as measured; for larger
+        candidates, by the law.
 
         Raises InputError if the law has a problem, and the pilots do not show which size is best.
         """
         losses = dict[float, Expected]()
-        if self.sizes.n_tokens <= WRITTEN:  # else the pilots have read a part of the text
+        if self.sizes.n_tokens <= WRITTEN:  # pilots have read only a part of a longer text
             deviation = law.law.spread * law.law.noise
             for size in sorted(whole_pilots):
                 losses[size] = expected(whole_pilots[size].loss, deviation, measured=True)
@@ -231,7 +234,7 @@ class Forecaster:
         )
 
     def change_to(self, other: MeasuredRun, size: float, loss: float, law: TextLaw) -> Change:
-        """By how much the loss of another run differs from that of a size on this text."""
+        """By how much the loss of another run differs from `loss`, that of a size on this text."""
         change, deviation = law.change(self.sizes.run(size), other)
         return Change(
             nats=loss * math.expm1(change),
@@ -240,7 +243,8 @@ class Forecaster:
         )
 
     def run_of_twice_the_compute(self, size: float) -> MeasuredRun:
-        """The run on this text of the next size, by 1/16, that takes twice the compute."""
+        """The run on this text that takes twice the compute of a size, of the next larger size in
+        steps of 1/16."""
         compute = 2 * self.sizes.run(size).compute
         for n in range(1, 65):
             larger = self.sizes.run(size + n / 16)
@@ -250,7 +254,7 @@ class Forecaster:
 
 
 def on_most_tokens(pilots: Mapping[PlannedPilot, Pilot]) -> dict[float, Pilot]:
-    """The pilots by size that have read the whole text, or the most of a long one."""
+    """The pilots, by size, that have read the whole text, or the largest part of a long text."""
     most_tokens = max(planned.n_tokens for planned in pilots)
     by_size = {}
     for planned, pilot in pilots.items():
@@ -260,7 +264,7 @@ def on_most_tokens(pilots: Mapping[PlannedPilot, Pilot]) -> dict[float, Pilot]:
 
 
 def expected(loss: float, deviation: float, measured: bool = False) -> Expected:
-    """A loss with its 80 % interval, by the standard deviation of its logarithm."""
+    """A loss with its 80 % interval. deviation: the standard deviation of the log loss."""
     low = loss * math.exp(-Z * deviation)
     high = loss * math.exp(Z * deviation)
     return Expected(loss=loss, low=low, high=high, measured=measured)
@@ -274,9 +278,9 @@ def notes(
     instances: Sequence[InstanceType],
     busy: bool,
 ) -> list[str]:
-    """Notes on the table.
+    """Notes on the table of a forecast.
 
-    overfits and busy: as in Forecast. n_sizes: how many of TABLE_SIZES are near the pilots.
+    overfits and busy are as in Forecast. n_sizes: how many of TABLE_SIZES are within MAX_COMPUTE.
     """
     lines = []
     if busy:

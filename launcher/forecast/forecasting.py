@@ -1,4 +1,4 @@
-"""A forecast for a request: its text and training folder, and the instance types it knows."""
+"""Forecast for the text and the training folder of a request, on the instance types of interest."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # they import torch
 
 logger = logging.getLogger(__name__)
 
-FIELDS = {"instance", "data", "validation", "entry_point"}  # of a request
-MAX_JOBS = 200  # the newest, which are asked for their speed
+FIELDS = {"instance", "data", "validation", "entry_point"}  # that a request for it may have
+MAX_JOBS = 200  # the newest jobs, whose speeds are read
 MAX_REPEATED = 0.5  # share of a validation text
 LONG_CONTEXT = 4.0  # a size whose context is as long as that of any size
 
@@ -39,12 +39,12 @@ def forecast(
     report: Callable[[str], None] = logger.info,
     max_cost: float | None = None,
 ) -> Forecast:
-    """Forecast loss, time and cost of each size on the text of a request, here and on its instance
-    types.
+    """Forecast the loss, time, and cost of each size on the text of a request, on this machine and
+    on its instance types.
 
     report gets a line for each pilot that ends. max_cost is the most that a job on SageMaker may
-    cost, in USD. What was run is kept, also after an interruption. Raises InputError if nothing can
-    be known, and ServiceError if a pilot fails.
+    cost, in USD. Pilots that have ended are kept, also after an interruption. Raises InputError if
+    nothing can be forecast, and ServiceError if a pilot fails.
     """
     from sm_nanogpt.launcher.forecast.forecaster import Forecaster
 
@@ -74,7 +74,7 @@ def forecast(
 
 
 def why_not_forecast(channel: Channel) -> str:
-    """Why nothing is forecast for a text, or ''."""
+    """Why nothing can be forecast for a text, or ''."""
     if channel.upload is None:
         return "its length is not known; upload it from here"
     if channel.upload.chats:
@@ -83,7 +83,8 @@ def why_not_forecast(channel: Channel) -> str:
 
 
 def check_repeats(texts: Texts) -> None:
-    """Raise InputError if losses on the validation text would measure memory."""
+    """Raise InputError if the training text contains so much of the validation text that losses
+    measure memory."""
     share = repeated_share_of(texts)
     if share is not None and share > MAX_REPEATED:
         repeats = f"{share:.0%} of the validation text stands in the training text"
@@ -94,7 +95,7 @@ def check_repeats(texts: Texts) -> None:
 def known_instances(
     request: Request, vocabulary_size: int, settings: Settings
 ) -> list[InstanceType]:
-    """The instance types of the request, and those on which a job of the user's ended.
+    """The instance types of the request, and those on which a job of the user has ended.
 
     The speed of a type is that of such a job, and its price is AWS's. vocabulary_size is assumed
     for a job whose text is gone.
@@ -123,13 +124,16 @@ def known_instances(
 
 
 def vocabulary_size_of(uri: str, settings: Settings, default: int) -> int:
-    """How many different characters or tokens an upload has; the default if that is unknown."""
+    """The number of different characters or tokens of an upload; the default if it is unknown."""
     upload = known_upload(uri, settings)
     return default if upload is None else upload.vocabulary_size or default
 
 
 def price_of(name: str, settings: Settings) -> float | None:
-    """USD of a second of a job on an instance type, with its disk; None and a log if unknown."""
+    """What a second of a job on an instance type costs, with its disk, in USD.
+
+    If that is unknown, returns None, and logs why.
+    """
     try:
         price = Prices(settings).of(name)
     except LauncherError as error:

@@ -1,10 +1,10 @@
-"""The law of a text: what a run on it will lose, by what shorter runs on parts of it lost.
+"""The law of a text, which tells the loss of a run from the losses of shorter runs on parts of it.
 
     log loss = c0 + c1 (P D)^-a + c2 (D/U)^b (P/U)^c
 
 P are the parameters of the matrices, D the tokens that a run trains on, and U those of its text, in
-millions. The first two terms are what compute buys, the third what a short text costs. A forecast
-starts at the loss of the largest pilot, which is nearest to it, and goes on as the law does.
+millions. The second term is what compute gains, and the third what a short text costs. A forecast
+starts at the loss of the largest pilot, which is nearest to it, and follows the law from there.
 
 The exponents are the same for every text. They, and how the numbers c vary between texts, were
 fitted by examples/benchmarks/forecasting.py to the runs in forecast-runs.jsonl beside it. The
@@ -29,20 +29,20 @@ from torch import Tensor
 class MeasuredRun:
     """A complete run, and its loss."""
 
-    parameters: int  # of its matrices
-    tokens: int  # that it trains on
-    unique: int  # tokens of its text
+    parameters: int  # of the matrices of its model
+    tokens: int  # that it trains on, counted in each reading
+    unique: int  # tokens of its text, counted once
     loss: float = math.nan  # in nats per token; NaN if it is to be forecast
 
     @property
     def compute(self) -> int:
-        """Proportional to its operations."""
+        """A number proportional to its operations."""
         return self.parameters * self.tokens
 
 
 @dataclass(frozen=True)
 class Law:
-    """The exponents, and how the numbers of texts vary: the same for each text."""
+    """The law for all texts: the exponents, and how the numbers c of texts vary."""
 
     exponents: tuple[float, ...]  # a, b, c
     mean: list[float]  # of the numbers c0, c1, c2 of a text: the prior
@@ -51,7 +51,7 @@ class Law:
     spread: float = 1.0  # widens the intervals of forecasts, so that they hold what they say
 
     def features(self, runs: Sequence[MeasuredRun]) -> Tensor:
-        """The factors of the numbers c0, c1, c2 for each run, float64 [runs, 3]."""
+        """The factors by which c0, c1, and c2 enter the log loss of each run, float64 [runs, 3]."""
         a, b, c = self.exponents
         rows = []
         for run in runs:
@@ -62,7 +62,7 @@ class Law:
         return torch.tensor(rows, dtype=torch.float64)
 
     def of_text(self, pilots: Sequence[MeasuredRun]) -> TextLaw:
-        """The law of a text, from the losses of its pilots."""
+        """Fit the law of a text to the losses of its pilots."""
         x = self.features(pilots)
         y = torch.tensor([math.log(run.loss) for run in pilots], dtype=torch.float64)
         mean = torch.tensor(self.mean, dtype=torch.float64)
@@ -78,16 +78,16 @@ class Law:
 
 @dataclass(frozen=True)
 class TextLaw:
-    """The numbers c0, c1, c2 of one text, from its pilots: a normal distribution."""
+    """The law of one text: a normal distribution of its numbers c0, c1, and c2."""
 
     law: Law
     mean: Tensor  # float64 [3]
     covariance: Tensor  # float64 [3, 3]
-    misfit: float  # root mean square of how far the pilots' log losses are from the law
+    misfit: float  # root mean square of the differences of the pilots' log losses from the law
     above: float  # by how much the log loss of the largest pilot is above the law
 
     def losses(self, runs: Sequence[MeasuredRun]) -> list[tuple[float, float]]:
-        """The median of each larger run's loss, and the standard deviation of its logarithm."""
+        """For each larger run, the median of the loss, and the standard deviation of the log loss."""
         x = self.law.features(runs)
         variance = (x @ self.covariance * x).sum(1) + self.law.noise**2
         medians = (x @ self.mean + self.above).exp()
@@ -96,7 +96,7 @@ class TextLaw:
 
     def change(self, run: MeasuredRun, other: MeasuredRun) -> tuple[float, float]:
         """The log loss of another run minus that of a run, and the standard deviation of this
-        difference, with the noise of both."""
+        difference, which includes the noise of both runs."""
         features, features_of_other = self.law.features([run, other])
         difference = features_of_other - features
         variance = float(difference @ self.covariance @ difference) + 2 * self.law.noise**2

@@ -1,4 +1,4 @@
-"""Pilots: complete short runs on fractions of a text, from which longer runs are forecast."""
+"""Run pilots: complete short runs on fractions of a text, from which longer runs are forecast."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from sm_nanogpt.launcher.text.ids import draw_ids, write_ids
 PILOT_SIZES = (1.0, 1.25, 1.5, 1.75)
 MIN_TRAINING_TOKENS = 18_000  # nine tenths of a text of 20,000
 PILOT_SIZES_OF_SHORT = (0.5, 0.75, 1.0, 1.25)
-SHORT = 100_000  # tokens of a text: fewer have no eighth that a pilot can learn from
-LARGEST = 1 << 20  # tokens of a text whose fractions are tried: pilots train on up to 0.9 million
-WRITTEN = 1 << 24  # tokens of a longer text that runs may read
-# As long as these operations takes what a step of a pilot costs besides its own: at a load of 20,
-# a step of sizes 0.5 and 0.75 took 0.15 s, and one of size 1.25, with 25 times as many, 0.25 s.
+SHORT = 100_000  # tokens of a text; an eighth of fewer is too little for a pilot
+LARGEST = (
+    1 << 20
+)  # tokens of a text of which fractions are taken; pilots train on up to 0.9 million
+WRITTEN = 1 << 24  # tokens that runs may read of a longer text
+# The constant cost of a pilot's step, as the operations that take as long. At a load of 20, a step
+# of sizes 0.5 and 0.75 took 0.15 s, and one of size 1.25, with 25 times the operations, 0.25 s.
 STEP_OVERHEAD = 8e8
 
 
@@ -43,12 +45,12 @@ class PlannedPilot(NamedTuple):
 
 
 def pilots_of(tokens: int) -> list[PlannedPilot]:
-    """The pilots for a text of so many tokens, the largest first.
+    """The pilots to run for a text of so many tokens, the largest first.
 
-    Fractions show what more text is worth, and sizes what a larger model is.
+    Pilots on fractions show what more text is worth, and those of all sizes what a larger model is.
     """
     sizes = PILOT_SIZES
-    fractions = product((1.0, 1.5), (2, 4, 8))  # sizes, and by what the tokens are divided
+    fractions = product((1.0, 1.5), (2, 4, 8))  # pairs of a size and a divisor of the tokens
     if tokens < SHORT:
         sizes = PILOT_SIZES_OF_SHORT
         fractions = product((0.5, 1.0), (2, 4))
@@ -59,7 +61,7 @@ def pilots_of(tokens: int) -> list[PlannedPilot]:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of train.py to be made here, on a sample of a text."""
+    """A run of train.py to be made on this machine, on a sample of a text."""
 
     name: str
     hyperparameters: Mapping[str, Any]
@@ -70,10 +72,10 @@ class Trial:
 def trials_of(
     planned_pilots: Sequence[PlannedPilot], values_of: Callable[[float, int], dict[str, Any]]
 ) -> list[Trial]:
-    """The trials of pilots. values_of: hyperparameters by size and tokens.
+    """The trials of pilots. values_of gives the hyperparameters of a size for a number of tokens.
 
     A pilot on the most tokens is evaluated as often as a job, which keeps its best model. The
-    others, which the law alone needs, are evaluated at their end.
+    others are for the law alone, and are evaluated only at their end.
     """
     most_tokens = max(planned.n_tokens for planned in planned_pilots)
     trials = []
@@ -87,9 +89,9 @@ def trials_of(
 
 @dataclass
 class TimeLeft:
-    """How long runs still take, by the operations and the seconds of those that have ended.
+    """The time that runs still take, by the operations and the seconds of those that have ended.
 
-    work: the operations of all runs, of which some run at once.
+    work: the operations of all runs. at_once runs are made at the same time.
     """
 
     work: float
@@ -99,7 +101,7 @@ class TimeLeft:
     ended_seconds: float = 0.0
 
     def note_end(self, work: float, seconds: float) -> None:
-        """A run has ended, which took so many operations and seconds."""
+        """Note that a run of so many operations has ended, after so many seconds."""
         self.ended_work += work
         self.ended_seconds += seconds
 
@@ -114,7 +116,7 @@ def run_trials(
 ) -> Iterator[tuple[Trial, Pilot]]:
     """Run the trials, `at_once` at a time, and yield each with its pilot when it ends.
 
-    Raises ServiceError with the last line of the log if a trial fails, and ends the others.
+    If a trial fails, this ends the others, and raises ServiceError with the last line of its log.
     """
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-", ignore_cleanup_errors=True) as temporary:
         texts = write_texts(Path(temporary), trials, corpus)
@@ -130,7 +132,7 @@ def run_trials(
 
 
 def write_texts(directory: Path, trials: Sequence[Trial], corpus: Corpus) -> dict[int, Path]:
-    """Write a sample of the text for each length that trials take; returns them by their length."""
+    """Write a sample of the text for each length that trials need; return the paths by length."""
     texts = {trial.n_tokens: directory / str(trial.n_tokens) for trial in trials}
     val = draw_ids(corpus.val, WRITTEN)
     for n_tokens, text in texts.items():
@@ -139,14 +141,14 @@ def write_texts(directory: Path, trials: Sequence[Trial], corpus: Corpus) -> dic
 
 
 def outcome(trial: Trial, ended: FinishedRun) -> Pilot:
-    """The pilot of a trial that has ended: losses from its metrics, and times."""
+    """The pilot of a trial that has ended, by the losses and the times of its metrics."""
     rows = [json.loads(line) for line in (ended.directory / "output" / "metrics.jsonl").open()]
     evaluations = [row for row in rows if "val_loss" in row]
     best = min(evaluations, key=lambda row: row["val_loss"])
 
     step_tokens = trial.hyperparameters["batch_size"] * trial.hyperparameters["block_size"]
     step_seconds = [step_tokens / row["tokens_per_second"] for row in rows]
-    # The mean of medians of four: without the few steps that took unusually long.
+    # The mean of medians of four steps leaves out the few that took unusually long.
     medians = [median(step_seconds[n : n + 4]) for n in range(0, len(rows), 4)]
     seconds_in_steps = 0.0
     for seconds, n_steps in zip(step_seconds, steps_of(rows), strict=True):
@@ -163,7 +165,7 @@ def outcome(trial: Trial, ended: FinishedRun) -> Pilot:
 
 
 def train_loss_of(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """The mean loss of all steps, by metric rows, each of which has that of its own steps."""
+    """The mean loss of all steps. A metric row has the mean of the steps since the row before."""
     logged = [row for row in rows if "train_loss" in row]
     steps = steps_of(logged)
     if not sum(steps):
@@ -173,6 +175,6 @@ def train_loss_of(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def steps_of(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """How many steps each metric row is about: those after the row before."""
+    """The number of steps that each metric row covers: those since the row before."""
     ends = [0, *(row["step"] for row in rows)]
     return [end - begin for begin, end in pairwise(ends)]

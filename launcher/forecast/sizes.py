@@ -1,4 +1,4 @@
-"""The runs of each size on a text: their hyperparameters, and how much they compute."""
+"""The runs of each size on a text: their hyperparameters, and their operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Sizes:
     """The runs of each size on a text, by the rules of a training folder.
 
     n_tokens is the length of the text, and vocabulary_size that of its tokenizer. Methods that take
-    a number of tokens are about a part of the text of that length; by default, about all of it.
+    n_tokens are about a part of the text with this length; by default, about the whole text.
     """
 
     def __init__(self, training_folder: Source, n_tokens: int, vocabulary_size: int) -> None:
@@ -21,36 +21,36 @@ class Sizes:
         self.vocabulary_size = vocabulary_size
 
     def hyperparameters(self, size: float, n_tokens: int | None = None) -> dict[str, Any]:
-        """The hyperparameters of a run."""
+        """The hyperparameters of a run of a size."""
         sizes = self.training_folder.module("sizes")
         with self.training_folder.user_errors():
             return dict(sizes.hyperparameters_for_size(size, n_tokens or self.n_tokens))
 
     def config(self, size: float, n_tokens: int | None = None) -> Any:
-        """The folder's Config of a run."""
+        """The Config of a run of a size, by the training folder."""
         config_class = self.training_folder.module("config").Config
         values = self.hyperparameters(size, n_tokens)
         with self.training_folder.user_errors():
             return config_class(**values)
 
     def run(self, size: float, n_tokens: int | None = None) -> MeasuredRun:
-        """A run, whose loss is not known."""
+        """A run of a size, whose loss is not known."""
         config = self.config(size, n_tokens)
         trained_on = config.max_steps * config.batch_size * config.block_size
         return MeasuredRun(config.matrix_parameters, trained_on, n_tokens or self.n_tokens)
 
     def step_work(self, config: Any) -> float:
-        """The operations of a step."""
+        """The operations of a step of a run with this config."""
         return operations_of_step(config, self.vocabulary_size)
 
     def work(self, size: float) -> float:
-        """The operations of a run."""
+        """The operations of a run of a size on the whole text."""
         config = self.config(size)
         return self.step_work(config) * float(config.max_steps)
 
 
 def operations_of_step(config: Any, vocabulary_size: int) -> float:
-    """The operations of a step: for each token 6 for a parameter, and those of attention."""
+    """The operations of a step: for each token, 6 for each parameter, and those of attention."""
     head = vocabulary_size * config.n_embd
     attention = config.n_layer * config.n_embd * config.block_size
     per_token = 6 * (config.matrix_parameters + head + attention)

@@ -1,4 +1,4 @@
-"""How long a job takes on an instance type, by one that ended there, and what it costs."""
+"""Compute how long a job takes on an instance type, by a job that ended on it, and its cost."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sm_nanogpt.launcher.source import Source
 
 @dataclass(frozen=True)
 class InstanceType:
-    """The speed of an instance type, by a job that ended on it, and its price."""
+    """An instance type, with the speed of a job that ended on it, and its price."""
 
     name: str
     flops: float | None = None  # operations in a second; None if no speed is known
-    around: float = 0.0  # seconds of the job before and after its steps
+    around: float = 0.0  # seconds before and after the steps of the job
     usd_per_second: float | None = None
     job_id: str = ""
 
@@ -28,14 +28,14 @@ class InstanceType:
         return self.around + work / self.flops
 
     def dollars(self, work: float, allowance: float = 0.0) -> float | None:
-        """USD of so many operations, and of `allowance` seconds; None if that is not known."""
+        """What so many operations and `allowance` seconds cost, in USD; None if that is unknown."""
         seconds = self.seconds(work)
         if seconds is None or self.usd_per_second is None:
             return None
         return (seconds + allowance) * self.usd_per_second
 
     def fits(self, work: float, ceiling: float | None) -> bool:
-        """True if a job that may cost the ceiling, in USD, has the time for so many operations."""
+        """True if a job of so many operations costs at most the ceiling, in USD."""
         dollars = self.dollars(work, OVERHEAD_SECONDS)
         return dollars is not None and ceiling is not None and dollars <= ceiling
 
@@ -45,9 +45,9 @@ def speed_of(
 ) -> InstanceType | None:
     """The instance type of an ended job, with its speed.
 
-    None if the job did not complete, its speed is unknown, a teacher made it slower, or its
-    options are of another folder. vocabulary_size reads how many characters or tokens its text has;
-    it is called only if the job has a speed.
+    None if the job did not complete, if its speed is unknown, if a teacher or generations made it
+    slower, or if its hyperparameters are of another folder. vocabulary_size reads how many
+    characters or tokens its text has; it is called only if the job has a speed.
     """
     tokens_per_second = (job.metrics or {}).get("tokens_per_second")
     if job.status != "Completed" or not (tokens_per_second and job.started and job.ended):

@@ -1,4 +1,4 @@
-"""Fill what a request leaves open, step by step, until a job has every choice made."""
+"""Fill what a request leaves open, step by step, until each choice of the job is made."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:  # it imports torch
 
 logger = logging.getLogger(__name__)
 
-# Fields of a request whose defaults come from the settings.
+# The fields of a request whose defaults come from the settings.
 FROM_SETTINGS = ("subnets", "security_group_ids", "network_isolation", "encrypt_traffic", "tags")
 
 
 @dataclass
 class Draft:
-    """A job in the making: its request, of which each step fills what is still open.
+    """A job in the making. Each step fills a part of its request that is still open.
 
-    original is the request as the user made it. models are those that the run starts from and
-    learns from, by the fields init_from and teacher; base is the name of the first. backend has the
-    settings with the job's store and role. twice_fit is the size for twice the bytes of `fit`.
+    original is the request as the user made it. models has the initial model and the teacher, by
+    the fields `init_from` and `teacher`; base is the name of the initial model. The settings of
+    backend have the job's store and role. twice_fit is the size for twice the bytes of `fit`.
     """
 
     original: Request
@@ -76,7 +76,7 @@ class Draft:
         self.base = earlier.job.base
 
     def choose_backend(self) -> None:
-        """Find where the job runs, with its store and with what the settings say of its jobs."""
+        """Choose where the job runs, and take the store and other defaults from its settings."""
         self.backend = backend_for(self.request.instance or "", self.settings)
         self.backend.settings = self.backend.launch_settings()
         if self.backend.is_remote:
@@ -88,7 +88,7 @@ class Draft:
             self.request = with_training_folder(self.request)
 
     def find_models(self) -> None:
-        """Find the models to start from and to learn from, and set what the first prescribes."""
+        """Find the initial model and the teacher, and set what the initial model prescribes."""
         for name in ("init_from", "teacher"):
             reference = getattr(self.original, name)
             if reference is None:
@@ -102,17 +102,18 @@ class Draft:
                 self.base = model.name
 
     def choose_preset(self) -> None:
-        """`baby` on GPUs, where nothing else says what to train; check the hyperparameters."""
+        """Choose the preset `baby` on GPUs if the request has no other choice of a model; check the
+        hyperparameters."""
         request = self.request
         if request.size is not None or request.has_open_size:
             return
         continues = self.original.resume is not None or self.original.init_from is not None
         if request.preset is None and not continues and rents_gpus(request.instance or ""):
             self.change_request(preset="baby")
-        self.request.config(world_size=1)  # finds a mistake before a long text is read
+        self.request.config(world_size=1)  # raises for a mistake before a long text is read
 
     def find_texts(self) -> None:
-        """Find where the job reads its texts, unless another plan has found the same ones."""
+        """Find where the job reads its texts, unless another plan has found the same texts."""
         if not self.texts:
             self.texts = find_texts(self.request, self.settings, self.backend.settings)
 
@@ -128,7 +129,7 @@ class Draft:
             self.request = sizing.with_fitting_steps(self.request, self.texts["data"])
 
     def fit_page(self, page_limit: int) -> None:
-        """Set the size by the bytes that the page of the model may have, and all else by it."""
+        """Set the size by the bytes that the page of the model may have, and what depends on it."""
         from sm_nanogpt.launcher.launching.fitting import fit_sizes  # it imports torch
 
         fit, self.twice_fit = fit_sizes(self.request, self.texts, [page_limit, 2 * page_limit])
@@ -138,7 +139,7 @@ class Draft:
         self.request = sizing.with_chosen_size(self.request, fit.size, length)
 
     def make_job(self) -> None:
-        """Set where the texts are, and what starts the processes on the instance type."""
+        """Make the job of the request, with the locations of its texts and its launcher."""
         choices = self.request.explicit_fields()
         for name, channel in self.texts.items():
             choices[name] = channel.uri
@@ -151,9 +152,9 @@ class Draft:
         self.job._source = self.request._source
 
     def describe_job(self) -> None:
-        """Add the summary, the bytes of the page, and the loss that was forecast."""
+        """Add the summary, the limit of the page, and the loss that is forecast, to the job."""
         explicit = {*self.original.hyperparameters}
-        if "generations" in self.job.hyperparameters:  # which goes with an open size
+        if "generations" in self.job.hyperparameters:  # chosen together with an open size
             explicit.add("generations")
         facts: dict[str, Any] = {"summary": summary_of(self.job, explicit)}
         if self.earlier is None:
@@ -164,7 +165,7 @@ class Draft:
         self.job = self.job.model_copy(update=facts)
 
     def facts_of_earlier(self, earlier: TrainingJob) -> dict[str, Any]:
-        """What describes the earlier job, and this one too."""
+        """The fields that describe the earlier job and this one alike."""
         facts: dict[str, Any] = {"page_limit": earlier.page_limit}
         if self.job.config(world_size=1) == earlier.config(world_size=1):  # it is the same run
             facts["expected"] = earlier.expected
@@ -173,7 +174,10 @@ class Draft:
         return facts
 
     def forecast_loss(self) -> Expected | None:
-        """The loss that is forecast for the run. With a limit for its page, it is logged too."""
+        """The loss that is forecast for the run; None if there is no forecast.
+
+        If its page has a limit, the forecast is logged.
+        """
         has_page_limit = self.original.fit is not None
         if not is_run_of_size(self.job, self.texts):
             if has_page_limit:
@@ -190,8 +194,10 @@ class Draft:
         return int(self.job.hyperparameters.get("generations", 1))
 
     def log_forecast(self, expected: Expected | None, rows: list[Row]) -> None:
-        """Log the loss that is forecast, which is for one generation, and that of a page with twice
-        the bytes."""
+        """Log the loss that is forecast, and that for a page with twice the bytes.
+
+        Both are for one generation.
+        """
         if not rows:
             data = shlex.quote(self.texts["data"].shown)
             extra = {"code": "forecast-first", "data": data}
@@ -215,10 +221,10 @@ class Draft:
 
 
 def fill(request: Request, settings: Settings, texts: Texts | None = None) -> Draft:
-    """Choose what a request leaves open: from the earlier job, the settings, the initial model, the
+    """Fill what a request leaves open: from the earlier job, the settings, the initial model, the
     text, and the defaults of the machine.
 
-    texts: the channels of a plan with the same texts, which are not read again.
+    texts: the channels of another plan with the same texts, so that they are not read again.
     """
     draft = Draft(request, settings, texts or {})
     draft.take_over_earlier_job()
@@ -256,7 +262,7 @@ def check_name(request: Request, settings: Settings) -> None:
 
 
 def with_defaults_of(settings: Settings, request: Request, backend: Backend) -> Request:
-    """The request with what the settings say of all jobs, such as subnets; tags are merged."""
+    """The request with the settings for all jobs, such as subnets. Tags of both are merged."""
     defaults = {}
     for name in FROM_SETTINGS:
         value = getattr(settings, name)
@@ -275,7 +281,7 @@ def with_defaults_of(settings: Settings, request: Request, backend: Backend) -> 
 
 
 def with_training_folder(request: Request) -> Request:
-    """The request with its training folder, which is read here and not again."""
+    """The request with its training folder, which is read here once."""
     source = request.source
     if request.entry_point is not None:
         source.check_complete()
@@ -285,8 +291,10 @@ def with_training_folder(request: Request) -> Request:
 
 
 def is_run_of_size(job: TrainingJob, texts: Texts) -> bool:
-    """True if a job has the hyperparameters of its size and nothing else, as a forecast has it, but
-    for the number of its generations."""
+    """True if a job has only the hyperparameters of its size, as the runs of a forecast have.
+
+    The seed and the number of generations may differ.
+    """
     if job.size is None or job.teacher is not None:
         return False
     length = sizing.text_length(job, texts)

@@ -1,4 +1,4 @@
-"""The size of a new model by the bytes of the page that it can be saved as."""
+"""Choose the size of a new model by the bytes of its page."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from sm_nanogpt.launcher.models.quantization import GROUP, HEAD_BITS
 from sm_nanogpt.launcher.text.channels import Texts
 from sm_nanogpt.launcher.values import in_units
 
-PAGE_SIZES = [n / 20 for n in range(5, 321)]  # as fine as the width of a model follows its size
-PLANNED_BITS = 6  # of a weight: small models lose up to 0.01 bits per byte with 5
+PAGE_SIZES = [n / 20 for n in range(5, 321)]  # a finer step would not change the width
+PLANNED_BITS = 6  # of a weight; with 5, small models lose up to 0.01 bits per byte
 SCALE_BITS = 16  # of a group of weights
 NORM_BITS = 32  # of a weight of a norm
-# Bytes before base64, as compressed: measured on texts of 65 and 2,000 characters, and of up to
-# 8,192 tokens.
+# Compressed bytes before base64, measured on texts with 65 and 2,000 different characters, and with
+# up to 8,192 tokens.
 BYTES_PER_CHARACTER = 3
 BYTES_PER_TOKEN = 10
-EMPTY_PAGE = 56_000  # bytes of a page without its model, and to spare
+EMPTY_PAGE = 56_000  # more than the bytes of a page without its model
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The size that a page of some bytes may have; is_by_text says that a larger one would fit, for
-    which the text is too short."""
+    """The largest size whose page fits a limit, and the bytes of that page.
+
+    is_by_text: a larger size would fit, and the text is too short for it.
+    """
 
     size: float
     page_bytes: int
@@ -39,10 +41,9 @@ class Fit:
 
 
 def fit_sizes(request: Request, texts: Texts, page_limits: Sequence[int]) -> list[Fit]:
-    """For each number of bytes, the largest size whose page has at most so many, and for which the
-    text is long enough.
+    """For each limit, in bytes, the largest size whose page fits it and whose text is long enough.
 
-    Raises InputError if there is none, or a page cannot compute the model.
+    Raises InputError if no size fits, or if a page cannot compute the model.
     """
     if not request.source.is_packaged:
         problem = "an edited folder computes this model, which a page cannot"
@@ -64,7 +65,7 @@ def fit_sizes(request: Request, texts: Texts, page_limits: Sequence[int]) -> lis
 
 
 def page_bytes(config: Any, texts: Texts) -> int:
-    """The bytes of the page of a model, rounded to PLANNED_BITS; hardly ever it has more."""
+    """Estimate the bytes of the page of a model with PLANNED_BITS. A page hardly ever has more."""
     n_rows, row_bytes = vocabulary_rows(texts)
     embedding = (config.vocab_size or n_rows) * config.n_embd
     n_embeddings = 1 if config.tie_embeddings else 2
@@ -77,9 +78,9 @@ def page_bytes(config: Any, texts: Texts) -> int:
 
 
 def vocabulary_rows(texts: Texts) -> tuple[int, int]:
-    """How many characters or tokens texts have, and the bytes of one in a page."""
+    """The number of different characters or tokens of texts, and the bytes of each in a page."""
     upload = texts["data"].upload
-    assert upload is not None  # or text_length would have raised
+    assert upload is not None  # text_length has checked it
     if upload.train_tokens:
         return upload.vocabulary_size, BYTES_PER_TOKEN
     characters = set[str]()

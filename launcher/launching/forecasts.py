@@ -1,8 +1,8 @@
-"""The forecasts of texts, as they are kept: HOME/forecasts/ID.jsonl, a ledger for each text and
-training folder.
+"""Keep the forecasts of texts, in a ledger for each text and training folder,
+HOME/forecasts/ID.jsonl. The kinds of its entries:
 
-    pilot      the losses and times of a run on this machine; the last one of a name counts
-    forecast   the loss, time and cost of each size
+    pilot      the losses and the times of a run on this machine; the last of a name counts
+    forecast   the loss, time, and cost of each size
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Change(Document):
-    """A change of a loss, in nats; its 80 % interval is low to high."""
+    """A change of a loss, in nats, with its 80 % interval from low to high."""
 
     nats: float
     low: float
@@ -47,11 +47,12 @@ class Row(Document):
 
 
 class Forecast(Document):
-    """A forecast for each size on a text, up to that of the lowest loss.
+    """A forecast for each size on a text, up to the size with the lowest loss.
 
-    The best size is that of the lowest loss, or the smallest that is hardly worse; affordable is
-    the best below the ceiling, None if there is none. twice_text and twice_compute are what the
-    loss of the best size changes by with twice as much of each, None if the law does not hold.
+    best is the size with the lowest loss, or the smallest size that is hardly worse. affordable is
+    the best size whose cost is below the ceiling, None if there is none. twice_text and
+    twice_compute say how the loss of the best size changes with twice the text, and with twice the
+    compute; None if the law does not hold.
     """
 
     text: str
@@ -64,8 +65,8 @@ class Forecast(Document):
     affordable: Positive | None
     twice_text: Change | None
     twice_compute: Change | None
-    overfits: bool  # True if a size over the largest of the rows loses more
-    busy: bool = False  # other programs used this machine: its times are by the pilots' processors
+    overfits: bool  # True if a size over that of the last row loses more
+    busy: bool = False  # True: other programs used this machine, so times come from the pilots
     notes: list[str]
 
 
@@ -82,11 +83,11 @@ class Pilot(Document):
 
 
 class ForecastLedger(Ledger):
-    """Raises ServiceError if an entry was changed."""
+    """The ledger of the forecasts of a text. Raises ServiceError if an entry was changed."""
 
     @property
     def pilots(self) -> dict[str, Pilot]:
-        """The pilots by name."""
+        """The pilots by their names."""
         pilots = dict[str, Pilot]()
         for entry in self.of("pilot"):
             pilots[entry["name"]] = parse(entry["outcome"], Pilot, self.path)
@@ -106,7 +107,7 @@ class ForecastLedger(Ledger):
 
 
 def forecast_path(request: Request, texts: Texts, settings: Settings) -> Path | None:
-    """The ledger of the forecasts of texts; None if they were not uploaded from here."""
+    """The path of the ledger of forecasts for texts; None if they were not uploaded from here."""
     hashes = []
     for channel in texts.values():
         if channel.upload is None:
@@ -118,8 +119,10 @@ def forecast_path(request: Request, texts: Texts, settings: Settings) -> Path | 
 
 
 def forecast_rows(request: Request, texts: Texts, settings: Settings) -> list[Row]:
-    """The rows of the last forecast for texts, by size; [] if there is none. A damaged one is
-    logged."""
+    """The rows of the last forecast for texts, by size; [] if there is none.
+
+    A damaged forecast is logged.
+    """
     path = forecast_path(request, texts, settings)
     if path is None:
         return []
@@ -132,7 +135,7 @@ def forecast_rows(request: Request, texts: Texts, settings: Settings) -> list[Ro
 
 
 def expected_of(size: float, rows: Sequence[Row]) -> Expected | None:
-    """The loss of a size, by its row or between its neighbors' rows; None outside of them."""
+    """The loss of a size, by its row, or between two rows; None for a size outside of the rows."""
     for row in rows:
         if row.size == size:
             return row.expected
@@ -144,7 +147,7 @@ def expected_of(size: float, rows: Sequence[Row]) -> Expected | None:
 
 
 def between(start: Expected, end: Expected, share: float) -> Expected:
-    """The losses at a share of the way from one to another, of which none was measured."""
+    """The loss, and its interval, at a share of the way from one forecast to another."""
     return Expected(
         loss=start.loss + share * (end.loss - start.loss),
         low=start.low + share * (end.low - start.low),

@@ -136,7 +136,10 @@ def prepare(
 
 
 def check(draft: Draft) -> None:
-    """Raise InputError if the run would refuse its texts or idle; warn of memorizing."""
+    """Raise InputError if the run would refuse its texts, or leave its GPUs idle.
+
+    Warns if the run would memorize its text.
+    """
     job, earlier = draft.job, draft.earlier
     check_device(job, "device" in draft.original.hyperparameters, earlier)
     if earlier is not None:
@@ -155,7 +158,7 @@ def check(draft: Draft) -> None:
 def check_device(job: TrainingJob, is_explicit: bool, earlier: EarlierJob | None) -> None:
     """Raise InputError for a job that would leave its GPUs idle, unless the user chose the device.
 
-    A job may take over the device of an earlier job on GPUs, and not of one on the CPU.
+    A job may take over the device of an earlier job, if that ran on GPUs.
     """
     ran_on_gpus = earlier is not None and rents_gpus(earlier.description.instance)
     if is_explicit or (ran_on_gpus and "device" in job.hyperparameters):
@@ -184,7 +187,7 @@ def check_models(draft: Draft) -> None:
 
 
 def log_choices(request: Request, job: TrainingJob, text: Channel) -> None:
-    """Log the text and the preset that the request left open."""
+    """Log the text and the preset that were chosen for the request."""
     if request.data != job.data:
         origin = ""
         if request.data is None and request.resume is None:

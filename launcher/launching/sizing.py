@@ -1,4 +1,4 @@
-"""The size of a new model for a text, and the hyperparameters that depend on a text."""
+"""Choose the size of a new model for a text, and the hyperparameters that depend on the text."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ logger = logging.getLogger(__name__)
 
 SMALL_SIZES = tuple(n / 4 for n in range(1, 13))  # 0.25 to 3
 AUTO_SIZES = (*SMALL_SIZES, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 16)
-LARGEST_ON_CPU = 3  # as `laptop`, some minutes
-LARGEST_MEASURED = 3  # of the sizes by how often they read a text, and of two generations
-# Of a text by sizes over 1, up to that one: after 16, C headers lose 0.06 nats more, a novel 0.01
-# less. Up to size 1 it is as for any size, as 0.75 has a third of the work of 1, and loses by that.
+LARGEST_ON_CPU = 3  # takes some minutes, as `laptop` does
+LARGEST_MEASURED = 3  # the largest size with which readings and generations were measured
+# A size over 1, up to LARGEST_MEASURED, may read its text so often: after 16 readings, C headers
+# lose 0.06 nats more, and a novel 0.01 less. Sizes up to 1 may read it as often as any other size:
+# with fewer readings the text would get size 0.75, which loses, as it has a third of the work of 1.
 AUTO_READINGS = 12
 AUTO_GENERATIONS = 2
-FEW_STEPS = 10  # of a start from a model; fewer hardly change it
+FEW_STEPS = 10  # fewer steps hardly change the model that a run starts from
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def validation_fraction_of(request: Request) -> float:
 
 
 def sized(request: Request, texts: Texts) -> Request:
-    """The request with the hyperparameters of its size; preset=auto chooses the size."""
+    """The request with the hyperparameters of its size. preset=auto chooses the size."""
     if request.size is not None:
         return with_logged_size(request, request.size, text_length(request, texts))
     if request.preset == "auto":
@@ -85,9 +86,11 @@ def sized(request: Request, texts: Texts) -> Request:
 
 
 def with_chosen_size(request: Request, size: float, length: TextLength) -> Request:
-    """The request with a size that was chosen for it, by its text or by the bytes of a page; and
-    with two generations where a second one is known to gain, unless the request says how long it
-    trains, or has a teacher."""
+    """The request with a size that was chosen for it, by its text or by the bytes of a page.
+
+    It gets two generations where a second one is known to gain, unless it says how long it trains
+    or has a teacher.
+    """
     of_size = with_logged_size(request, size, length)
     sets_steps = {"max_steps", "generations"} & request.hyperparameters.keys()
     if sets_steps or request.teacher is not None or not has_tuned_rates(request):
@@ -105,7 +108,7 @@ def with_logged_size(request: Request, size: float, length: TextLength) -> Reque
 
 
 def with_size(request: Request, size: float, length: TextLength) -> Request:
-    """The request with the hyperparameters of a size, but for those that it sets itself."""
+    """The request with the hyperparameters of a size, except those that the request sets."""
     n_ranks = backend_class(request.instance or "").count_ranks(request)
     with request.source.user_errors():
         sizes = request.source.module("sizes")
@@ -117,7 +120,7 @@ def with_size(request: Request, size: float, length: TextLength) -> Request:
 
 
 def with_generations(request: Request, size: float, length: TextLength) -> Request:
-    """The request with two generations of its size, where the second is known to gain."""
+    """The request with two generations of its size, if the second is known to gain."""
     config = request.config(world_size=1)
     readings = readings_of(config, length.n_tokens)
     is_old_folder = not hasattr(config, "generations")
@@ -137,20 +140,20 @@ def with_hyperparameter(request: Request, name: str, value: Scalar) -> Request:
 
 
 def gains_by_generations(size: float, readings: float) -> bool:
-    """True if a second generation of a size is known to lower the loss on a text, other than chats,
-    that each generation reads `readings` times."""
+    """True if a second generation of a size is known to lower the loss, on a text that each
+    generation reads `readings` times. It is not known for conversations."""
     return size <= LARGEST_MEASURED and readings >= FEW_READINGS
 
 
 def has_tuned_rates(request: Request) -> bool:
-    """True if the rates of sizes are for the optimizer of a request."""
+    """True if the learning rate and weight decay of a size are tuned for a request's optimizer."""
     with request.source.user_errors():
         config = request.source.module("config")
         return bool(config.has_tuned_rates(request.hyperparameters.get("optimizer")))
 
 
 def size_by_text(request: Request, n_tokens: int) -> float:
-    """The largest size that a text is long enough for; on a CPU at most LARGEST_ON_CPU."""
+    """The largest size for which a text is long enough; on a CPU, at most LARGEST_ON_CPU."""
     instance = request.instance or ""
     has_gpus = backend_class(instance).has_gpus(instance)
     limit = AUTO_SIZES[-1] if has_gpus else LARGEST_ON_CPU
@@ -159,9 +162,9 @@ def size_by_text(request: Request, n_tokens: int) -> float:
 
 
 def largest_readable(sizes: Sequence[float], request: Request, n_tokens: int) -> float:
-    """The largest of these rising sizes that a text is long enough for; the first if there is none.
+    """The largest of these rising sizes for which a text is long enough; the first if none is.
 
-    A size needs a number of tokens, and may read the text several times for it.
+    A size is worth training on a number of tokens, for which it may read the text several times.
     """
     largest = sizes[0]
     with request.source.user_errors():
@@ -176,7 +179,7 @@ def largest_readable(sizes: Sequence[float], request: Request, n_tokens: int) ->
 
 
 def with_whole_windows(request: Request, text: Channel) -> Request:
-    """The request without a preset's short windows, if the text is of conversations."""
+    """The request without the short windows of its preset, if the text is of conversations."""
     if text.upload is None or not text.upload.chats:
         return request
     short_windows = getattr(request.config(world_size=1), "short_windows", 0)
@@ -187,10 +190,10 @@ def with_whole_windows(request: Request, text: Channel) -> Request:
 
 
 def with_fitting_steps(request: Request, text: Channel) -> Request:
-    """The request with fewer steps, if a start from a model would read its text too often.
+    """The request with fewer steps, if it starts from a model and would read its text too often.
 
-    The steps of a preset stay where they count: those of fine-tuning, which the initial model
-    brought, come before them. So does a warm-up that takes more steps.
+    The steps stay if the preset sets them; it does not if the initial model brought the steps of
+    fine-tuning. They also stay if the warm-up would take more than the fewer steps.
     """
     has_own_steps = request.preset is not None and "max_steps" not in request.hyperparameters
     if request.init_from is None or has_own_steps or text.upload is None:

@@ -32,8 +32,11 @@ if TYPE_CHECKING:  # it imports torch
 
 @dataclass(frozen=True)
 class InitialModel:
-    """The model that a run starts from, or learns from: what people call it, the channel from which
-    the job reads it, the hyperparameters that it prescribes, and its tokenizer."""
+    """A model that a run starts from, or learns from as a teacher.
+
+    name is what people call it. The job reads it from channel. hyperparameters are those that it
+    prescribes for the run.
+    """
 
     name: str
     channel: Channel
@@ -41,9 +44,10 @@ class InitialModel:
     tokenizer: Tokenizer
 
     def check_known(self, text: Channel) -> None:
-        """Raise InputError if the model has no ids for a text.
+        """Raise InputError if the tokens of a text are not the model's, or if it has no ids for the
+        text's characters.
 
-        For text that was not uploaded from here, the run itself checks.
+        A text that was not uploaded from here is checked by the run.
         """
         upload = text.upload
         if upload is None:
@@ -65,7 +69,7 @@ class InitialModel:
 
 
 def find_model(request: Request, settings: Settings, field: str) -> InitialModel:
-    """The model that a field of a request names: by a job's id, a directory or a URI."""
+    """Find the model that a field of a request names by a job's id, a directory, or a URI."""
     reference = str(getattr(request, field))
     path = storage.local_path(reference)
     if path is None:
@@ -83,7 +87,10 @@ def find_model(request: Request, settings: Settings, field: str) -> InitialModel
 
 @contextmanager
 def fetched_documents(uri: str, settings: Settings) -> Iterator[Path]:
-    """A directory with the documents of a model on S3. Raises InputError if no model is there."""
+    """Yield a temporary directory with the documents of a model on S3, without its weights.
+
+    Raises InputError if no model is at the URI.
+    """
     sizes = storage.list_files(uri, settings)
     if "config.json" not in sizes:
         raise InputError(f"{uri}: no config.json is there")
@@ -94,8 +101,8 @@ def fetched_documents(uri: str, settings: Settings) -> Iterator[Path]:
 
 
 def read_model(request: Request, field: str, directory: Path, channel: Channel) -> InitialModel:
-    """The model in a directory, as the training folder of a request reads it. Raises InputError."""
-    hyperparameters: dict[str, Scalar] = {}  # a teacher has its own
+    """Read the model in a directory, by the training folder of a request. Raises InputError."""
+    hyperparameters: dict[str, Scalar] = {}  # those of the request are not for a teacher
     if field == "init_from":
         hyperparameters = request.hyperparameters
     source = request.source
@@ -103,14 +110,14 @@ def read_model(request: Request, field: str, directory: Path, channel: Channel) 
         values = source.module("huggingface").starting_values(directory, hyperparameters)
         tokenizer = source.module("text").read_tokenizer(directory)
     except source.module("errors").TrainingError as error:
-        if "that script" in str(error):  # of an edited folder
+        if "that script" in str(error):  # the model is of an edited folder
             raise InputError(str(error), "name-folder") from None
         raise InputError(str(error), field=field, value=channel.shown) from None
     return InitialModel(model_name(channel.shown), channel, values, tokenizer)
 
 
 def channel_of_model(reference: str, directory: Path, settings: Settings) -> Channel:
-    """The channel of a model that has to be uploaded."""
+    """The channel of a model in a directory, which is to be uploaded."""
     files = [File(path.name, path) for path in model_files(directory)]
     name = Path(reference).absolute().name
     upload = corpus.upload_of(name, files, settings, "models")
@@ -118,7 +125,7 @@ def channel_of_model(reference: str, directory: Path, settings: Settings) -> Cha
 
 
 def check_weights(directory: Path, field: str, reference: str) -> None:
-    """Raise InputError if a run would refuse the weights of a model, before it is paid for."""
+    """Raise InputError if a run, which may cost money, would refuse the weights of a model."""
     from sm_nanogpt.entry_point.errors import TrainingError
     from sm_nanogpt.entry_point.huggingface import read_weights
 

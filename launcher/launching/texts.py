@@ -1,4 +1,4 @@
-"""The texts of a job, and whether a run would take them."""
+"""Find the texts of a job, and check whether its run would take them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FEW_READINGS = 4  # after 1.8 readings, a larger model gains more than a second 
 
 
 def find_texts(request: Request, settings: Settings, job_settings: Settings) -> dict[str, Channel]:
-    """Where the job reads its texts, by the job's fields. job_settings have the job's store."""
+    """Find where the job reads its texts, by the job's fields. job_settings have its store."""
     with about("data"):
         data = request.data or last_upload(settings)
     references = {"data": data, "validation": request.validation}
@@ -97,7 +97,7 @@ def warn_of_long_conversations(upload: Upload, block_size: int) -> None:
 
 
 def are_few_conversations(upload: Upload) -> bool:
-    """True for conversations from which alone a new model would learn too little."""
+    """True for conversations that are too few to teach a new model the language."""
     return upload.chats and upload.train_tokens < FEW_CHAT_TOKENS
 
 
@@ -139,7 +139,7 @@ def files_of(channel: Channel) -> tuple[File, ...]:
 
 
 def problem_of_upload(upload: Upload, config: Any, part: str) -> str:
-    """Why a run of this config refuses a text, or ''; part as for check_upload."""
+    """Why a run of this config would refuse a text, or ''. part is as for check_upload."""
     if upload.train_tokens and part:
         return "it holds tokens, with their own validation part; leave validation out"
     if not upload.train_tokens and upload.size > LARGEST_TEXT:
@@ -168,7 +168,7 @@ def problem_of_answers(upload: Upload, config: Any) -> str:
 
 
 def problem_of_length(upload: Upload, config: Any, part: str) -> str:
-    """Why a text is too short for one window, or ''; part as for check_upload."""
+    """Why a text is too short for one window, or ''. part is as for check_upload."""
     if upload.chats:
         return ""
     min_length = config.block_size + 1
@@ -181,7 +181,7 @@ def problem_of_length(upload: Upload, config: Any, part: str) -> str:
 
 
 def lengths_of(upload: Upload, config: Any, part: str) -> dict[str, int]:
-    """The tokens or characters of each part of a text; part as for check_upload."""
+    """The tokens or characters of each part of a text. part is as for check_upload."""
     if upload.train_tokens:
         return {"training": upload.train_tokens, "validation": upload.val_tokens}
     if part:
@@ -193,7 +193,8 @@ def lengths_of(upload: Upload, config: Any, part: str) -> dict[str, int]:
 def check_readings(request: Request, config: Any, n_tokens: int) -> None:
     """Warn if a run of this config reads its text too often, or too seldom for generations.
 
-    request is the user's, which decides what to do about it. n_tokens may be characters.
+    The remedy depends on request, the one of the user. n_tokens is the length of the text, in
+    tokens or characters.
     """
     readings = readings_of(config, n_tokens)
     if memorizes(config, n_tokens):
@@ -228,7 +229,7 @@ def tokens_to_read(upload: Upload, config: Any, part: str) -> int:
 
 
 def readings_of(config: Any, n_tokens: int) -> float:
-    """How often a run of this config reads a text, in each of its generations."""
+    """How often each generation of a run of this config reads a text."""
     return float(config.max_steps * config.batch_size * config.block_size / n_tokens)
 
 
