@@ -1,12 +1,12 @@
-"""The part of OpenAI's HTTP API that chats and completes, for the models of `play`.
+"""Serve the part of OpenAI's HTTP API that chats and completes, for the models of `play`.
 
-platform.openai.com/docs/api-reference says what requests, answers and errors hold. What would
-change an answer and cannot be done here, such as several choices or tools, is refused; the rest is
-ignored.
+platform.openai.com/docs/api-reference says what requests, answers, and errors hold. A field that
+would change an answer and that is not supported, such as several choices or tools, is refused.
+Other unknown fields are ignored.
 
-The models compute in the server's thread, in short turns: in a second thread, torch took three
-times as long for each token of a small model, and two models want the same cores anyway. Closing
-the connection ends an answer.
+The models compute in the server's thread, in short turns. In a second thread, torch took three
+times as long for each token of a small model, and two models would share the same cores anyway. An
+answer ends when its connection is closed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sm_nanogpt.launcher.models.chat import Message
 from sm_nanogpt.launcher.models.sample import encode_prompt, stream_samples
 from sm_nanogpt.launcher.views.play import Player, error_response
 
-# The server looks at other requests after so many seconds, or after one token if that takes longer.
+# The server attends to other requests after so many seconds, or after one token that takes longer.
 TURN_SECONDS = 0.03
 
 Limit = Annotated[int, Field(ge=1)] | None
@@ -44,11 +44,11 @@ class APIRequest(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False, extra="allow")
 
-    model: str | None = None  # needed only where there are several
+    model: str | None = None  # required if the server has several models
     max_tokens: Limit = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None  # not OpenAI's, but of many other servers
+    top_k: int | None = None  # a field of many other servers, not of OpenAI's
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
@@ -56,7 +56,7 @@ class APIRequest(BaseModel):
 
     @property
     def stops(self) -> list[str]:
-        """The texts before which an answer ends."""
+        """The texts at which an answer ends. They are not part of it."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in stops if stop]
 
@@ -71,7 +71,7 @@ class ChatMessage(BaseModel):
     content: str | list[ContentPart]
 
     def as_message(self) -> Message:
-        """Return the message with its parts joined, and `developer` as the system's."""
+        """Return the message with its parts joined. The role `developer` becomes `system`."""
         role = "system" if self.role == "developer" else self.role
         if isinstance(self.content, str):
             return Message(role, self.content)
@@ -85,10 +85,11 @@ class ChatRequest(APIRequest):
 
 class TextRequest(APIRequest):
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)] | None = None
-    logprobs: None = None  # a number; 0 asks for some too
+    logprobs: None = None  # a number is refused: 0 also asks for probabilities
 
 
-# Fields that are refused, with the value, besides 0 and what is empty, that asks for nothing.
+# Fields that are refused, each with its value that asks for nothing. 0 and empty values ask for
+# nothing either.
 UNSUPPORTED: dict[str, Any] = {
     "tools": None,
     "functions": None,
@@ -112,7 +113,7 @@ REFUSALS = {
 
 
 def refusal(error: ValidationError) -> str:
-    """Say the first thing that is wrong with a request, by REFUSALS if its field is there."""
+    """Describe the first problem of a request, as REFUSALS does if it has the field."""
     location = [str(part) for part in error.errors()[0]["loc"]]
     for n, name in enumerate(location, 1):
         if name in REFUSALS:
@@ -122,7 +123,8 @@ def refusal(error: ValidationError) -> str:
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of text, which a token wrote, or what remains of a text after its last token."""
+    """The piece of text that a token completes; or, if not is_drawn, the rest of a text after its
+    last token."""
 
     text: str
     is_drawn: bool = True
@@ -130,7 +132,7 @@ class Token:
 
 @dataclass
 class ChatAnswer:
-    """The head of an answer, and what its tokens so far say of it."""
+    """An answer without its text: the fields of its documents, and counts of its tokens so far."""
 
     is_chat: bool
     model: str
@@ -178,9 +180,9 @@ class ChatAnswer:
     def document(
         self, field: str, message: dict[str, str], finish_reason: str | None
     ) -> dict[str, Any]:
-        """Return a document with one choice, which holds a text, or in a chat a message.
+        """Return a document with one choice, which holds a text or, in a chat, a message.
 
-        The field of the message is `message`, or `delta` in a part of an answer.
+        field is that of the message: `message`, or `delta` in a part of an answer.
         """
         prefix = "cmpl"
         kind = "text_completion"
@@ -200,7 +202,7 @@ class ChatAnswer:
 
 def routes(players: Sequence[Player]) -> list[Route]:
     """Return the routes /v1/models, /v1/chat/completions and /v1/completions."""
-    # A model goes by its name; also by the id of its job, and by its title on the page.
+    # A request may name a model by its name, by the id of its job, or by its title on the page.
     by_name = {player.name: player for player in players}
     by_title = {player.title: player for player in players}
     by_job_id = {player.job_id: player for player in players if player.job_id}
@@ -214,7 +216,7 @@ def routes(players: Sequence[Player]) -> list[Route]:
 
     async def model(request: HTTPRequest) -> Response:
         name = request.path_params["name"]
-        # A directory begins with a slash, which is one with that before it.
+        # A name that is a path begins with a slash, which was merged with the one before it.
         player = by_any_name.get(name) or by_any_name.get(f"/{name}")
         if player is None:
             return error_response(404, f"no model {name!r}", "model_not_found")
@@ -254,7 +256,8 @@ def routes(players: Sequence[Player]) -> list[Route]:
 def read_request(
     content: bytes, kind: type[ChatRequest] | type[TextRequest]
 ) -> ChatRequest | TextRequest:
-    """Read a request of a kind. Raises InputError if it is wrong, or asks for what is missing."""
+    """Read a request of a kind. Raises InputError if it is wrong, or asks for what is not
+    supported."""
     try:
         request = kind.model_validate_json(content)
     except ValidationError as error:
@@ -268,7 +271,7 @@ def read_request(
 def start_answer(
     player: Player, request: ChatRequest | TextRequest
 ) -> tuple[ChatAnswer, Iterator[Token]]:
-    """Return the answer to a request, which is still empty, and its tokens. Raises InputError."""
+    """Start to answer a request: return the empty answer, and its tokens. Raises InputError."""
     context_size = player.model.config.block_size
     limit = request.max_tokens
     if isinstance(request, ChatRequest):
@@ -278,7 +281,7 @@ def start_answer(
         ids = chat_prompt.ids
         limit = chat_prompt.max_new_tokens
     else:
-        limit = limit or 16  # as OpenAI's
+        limit = limit or 16  # the default of OpenAI
         text = "".join(request.prompt or "")
         ids = [player.tokenizer.start]
         if text:
@@ -292,9 +295,10 @@ def start_answer(
 
 
 def until(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]:
-    """Yield tokens up to the one of `stops` that is complete first, or the longest of several.
+    """Yield tokens up to the first text of `stops`.
 
-    It holds back tokens with which a stop may begin.
+    The first is the one that is complete first; if several are, the longest of them. Tokens in
+    which a stop may begin are held back until that is decided.
     """
     held: list[Token] = []
     for token in tokens:
@@ -313,7 +317,8 @@ def until(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]:
 
 
 def find_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Return where the stop that ends first begins, or the longest of several; None without."""
+    """Return where the stop begins that ends first, or the longest of several; None if there is
+    none."""
     spans = []  # end, start
     for stop in stops:
         start = text.find(stop)
@@ -323,7 +328,7 @@ def find_stop(text: str, stops: Sequence[str]) -> int | None:
 
 
 def begun_characters(text: str, stops: Sequence[str]) -> int:
-    """Return how many characters at the end of a text may be the beginning of a stop."""
+    """Count the characters at the end of a text that may be the beginning of a stop."""
     n_begun = 0
     for stop in stops:
         for n in range(n_begun + 1, min(len(stop), len(text)) + 1):
@@ -333,7 +338,7 @@ def begun_characters(text: str, stops: Sequence[str]) -> int:
 
 
 def next_turn(tokens: Iterator[Token]) -> list[Token]:
-    """Return the tokens of the next turn, at least one; none if there are no more."""
+    """Return the tokens of the next turn, at least one; [] at the end of the answer."""
     deadline = time.monotonic() + TURN_SECONDS
     turn = []
     for token in tokens:
@@ -358,7 +363,7 @@ class LockedStream(StreamingResponse):
 async def events(
     answer: ChatAnswer, tokens: Iterator[Token], has_usage: bool
 ) -> AsyncIterator[str]:
-    """Yields server-sent events: chunks, then the usage if that is asked for, then [DONE]."""
+    """Yield server-sent events: chunks, then the usage if has_usage, then [DONE]."""
 
     def event(body: dict[str, Any]) -> str:
         if has_usage:
@@ -372,10 +377,10 @@ async def events(
             if text or is_first:
                 yield event(answer.chunk(text, is_first))
             is_first = False
-            await asyncio.sleep(0)  # so that others are served, and one who left is noticed
+            await asyncio.sleep(0)  # serves others, and ends if the client has left
         yield event(answer.last_chunk())
         if has_usage:
             yield event({**answer.last_chunk(), "choices": [], "usage": answer.usage})
         yield "data: [DONE]\n\n"
-    except ServiceError as error:  # an edited script fails
+    except ServiceError as error:  # the code of an edited folder failed
         yield event({"error": {"message": str(error), "type": "server_error"}})

@@ -1,4 +1,4 @@
-"""A job in a notebook: its facts, and its curve."""
+"""Show a job in a notebook: its facts, and its curve."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def card(job: JobDescription, curve: Curve | None) -> str:
 
 
 def drawing(curve: Curve) -> str:
-    """The losses as SVG: that of training pale, that of validation strong."""
+    """The losses as SVG. The training loss is pale, and the validation loss is strong."""
     lines = {0.4: curve.points("train_loss"), 1.0: curve.points("val_loss")}  # by opacity
     points = [point for line in lines.values() for point in line]
     if len(points) < 2:

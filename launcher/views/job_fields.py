@@ -1,7 +1,7 @@
-"""The table of what is shown of a job. `jobs`, `status`, JSON, the card and the bar read it.
+"""The table of the fields of a job. `jobs`, `status`, JSON, the card, and the progress bar read it.
 
-A new field is a row of FIELDS; in `jobs` it has a column if COLUMNS names it, and then a row in
-docs/aws.md. If NARROW names it too, a narrow terminal does without.
+A new field is a row of FIELDS. If COLUMNS names it, `jobs` has a column for it, and docs/aws.md a
+row. If NARROW also names it, a narrow terminal does not show the column.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.instances import has_local_disks
 from sm_nanogpt.launcher.sagemaker.cost import usd
 
-Text = Callable[[JobDescription], str | None]  # None: not known, or it does not apply
+Text = Callable[[JobDescription], str | None]  # None: the value is unknown or does not apply
 
 
 @dataclass(frozen=True)
 class JobField:
     """A fact about a job.
 
-    key is its name in JSON, and label its name in `status` and on the card. `text` is its value as
-    text; by default that of the key in JobDescription. A column of jobs has `heading`, or else the
-    label in capital letters, over `cell`, or else the text. value is what JSON has of it, where
-    that is no field of JobDescription.
+    key is its name in JSON, and label its name in `status` and on the card. `text` gives its value
+    as text; by default, that is the field `key` of JobDescription. In a column of jobs, the heading
+    is `heading`, by default the label in capital letters, and `cell` gives the cells, by default
+    the text. `value` gives the value for JSON, if that is no field of JobDescription.
     """
 
     key: str
@@ -39,7 +39,7 @@ class JobField:
 
     @property
     def column(self) -> str:
-        """The heading of its column."""
+        """The heading of the column of this field."""
         return self.heading or self.label.upper()
 
     def text_of(self, job: JobDescription) -> str | None:
@@ -59,14 +59,15 @@ def instance_text(job: JobDescription) -> str:
 
 
 def data_name(job: JobDescription) -> str:
-    """The last part of the URI of the text."""
+    """The last part of the URI of the job's text."""
     return job.data.rstrip("/").rpartition("/")[2]
 
 
 def step_text(job: JobDescription) -> str | None:
-    """The newest step and the planned number.
+    """The newest step, and the planned number of steps.
 
-    A job that is stopped writes a checkpoint, and no row of its curve.
+    The newest step may be that of a checkpoint: a job that is stopped writes one, and no row of its
+    curve.
     """
     metrics = job.metrics or {}
     steps = [metrics.get("step"), job.checkpoint_step]
@@ -90,7 +91,7 @@ def speed_text(job: JobDescription) -> str | None:
 
 
 def time_left(job: JobDescription) -> float | None:
-    """Seconds to the last step of a running job at its present speed."""
+    """The seconds until the last step of a running job, at its present speed; None for others."""
     if not job.is_running:
         return None
     return seconds_left(job.metrics or {}, job.hyperparameters)
@@ -102,7 +103,7 @@ def time_left_text(job: JobDescription) -> str | None:
 
 
 def billable_text(job: JobDescription) -> str | None:
-    """The seconds that are billed, and for a spot job what it saved."""
+    """The seconds that are billed, and, for a spot job, the share that it saved."""
     if job.billable_seconds is None:
         return None
     text = f"{job.billable_seconds} s"
@@ -117,7 +118,7 @@ def short_cost(job: JobDescription) -> str | None:
 
 
 def cost_text(job: JobDescription) -> str | None:
-    """The cost of a job, and the price by which it was counted."""
+    """The cost of a job, and the price by which it was computed."""
     if job.cost is None or job.price is None:
         return None
     note = ""
@@ -183,13 +184,13 @@ COLUMNS = (
     "data",
     "summary",
 )
-# Those that a narrow terminal does without, in the order in which they go.
+# The columns that a narrow terminal does not show, in the order in which they are left out.
 NARROW = ("bits_per_byte", "data", "instance", "cost", "step")
 BY_KEY = {field.key: field for field in FIELDS}
 
 
 def texts_of(job: JobDescription) -> dict[str, str | None]:
-    """The texts of a job, by label; None for what is not known."""
+    """The texts of a job's fields, by label; None for a field that is unknown."""
     return {field.label: field.text_of(job) for field in FIELDS}
 
 

@@ -1,4 +1,4 @@
-"""What a page says of a model: what its job tells, or what lies beside it."""
+"""Collect what a page says of a model, from its job or from the files beside it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sm_nanogpt.launcher.views.job_fields import data_name, texts_of
 
 
 def job_behind(model: str, directory: Path, settings: Settings) -> JobDescription | None:
-    """The job that made a model in a directory; None for another, or if it cannot be looked up."""
+    """Find the job that made the model in a directory; None if that fails, or no job made it."""
     for part in (model, *reversed(directory.absolute().parts)):
         if FULL_ID.fullmatch(part):
             with suppress(LauncherError):
@@ -29,7 +29,7 @@ def job_behind(model: str, directory: Path, settings: Settings) -> JobDescriptio
 
 
 def card_for(directory: Path, job: JobDescription | None) -> dict[str, str]:
-    """What a page says of a model, by label: of its job, or else what its directory says of it."""
+    """What a page says of a model, by label: facts of its job, or, without one, its settings."""
     texts: dict[str, str | None]
     if job is None:
         texts = {"settings": summary_in(directory)}
@@ -44,7 +44,7 @@ def card_for(directory: Path, job: JobDescription | None) -> dict[str, str]:
 
 
 def summary_in(directory: Path) -> str:
-    """The loss of a model in a directory, and its settings; "" for a model of another tool."""
+    """The loss and the settings of the model in a directory; "" for a model of another tool."""
     try:
         training = parse((directory / "training.json").read_bytes(), dict[str, Any], directory)
         loss = f"val_loss {training['val_loss']:.4f} at step {training['step']}"

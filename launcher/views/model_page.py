@@ -1,10 +1,10 @@
-"""A model as one HTML page, which computes by itself and asks nothing of any network.
+"""Make the HTML page of a model, which computes by itself and needs no network.
 
-The page is model.html, whose script is engine.js, moments.js and model_page.js. A model is the
-length of a header (uint32), the header (JSON), and the tensors. A saved page holds that as base64
-of gzip, and so each earlier moment of its training, with an empty header; the page of `play` asks
-the server for both. The codes of quantized weights take a byte each: gzip makes of them what they
-hold.
+The page is model.html, with the scripts engine.js, moments.js, and model_page.js. A model is stored
+as the length of a header (uint32), the header (JSON), and the tensors. A saved page has that as
+base64 of gzip. It has each earlier moment of the training in the same form, with an empty header.
+The page of `play` asks the server for model and moments. A code of a quantized weight takes a whole
+byte: gzip removes the unused bits.
 """
 
 from __future__ import annotations
@@ -36,19 +36,22 @@ SLIDER = Path(__file__).with_name("moments.js")
 SCRIPT = Path(__file__).with_name("model_page.js")
 # White space as Unicode and Python's `regex` have it; JavaScript's \s has U+FEFF and lacks U+0085.
 SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # groups of flags are new in JavaScript
-# The same without flags; the long s of old prints is an s without its case.
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # older JavaScript has no groups with flags
+# The same without flags. Without regard to case, the long s of old prints is also an s.
 CONTRACTIONS_BY_CASE = "'(?:[sS\u017ftTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
 
-SLOW_PARAMETERS = 30_000_000  # with more, a browser writes slower than one reads
-GZIP = 31  # its header and its largest window, as zlib counts
+SLOW_PARAMETERS = 30_000_000  # with more, a browser writes more slowly than people read
+GZIP = 31  # the value of zlib's wbits for the header of gzip and the largest window
 ANY_CHARACTER = "[^]"  # in JavaScript
 
 
 @dataclass(frozen=True)
 class PageMoment:
-    """The rounded weights of a step, and their loss in bits per byte, or None without a text; the
-    generation of the step as in Moment."""
+    """The rounded weights of a moment of the training.
+
+    loss is in bits per byte; None if there is no text to measure it. step and generation are as in
+    Moment.
+    """
 
     step: int
     loss: float | None
@@ -64,10 +67,10 @@ def page_of(
     card: Mapping[str, str],
     moments: Sequence[PageMoment] = (),
 ) -> str:
-    """The page of a model with these parameters; `card` has what the page says of the model, by
-    label, and the last of the moments, if there are some, is the model.
+    """Make the saved page of a model with these parameters.
 
-    Raises InputError if JavaScript cannot split text as the tokenizer does.
+    card has what the page says of the model, by label. The last of the moments, if there are any,
+    is the model itself. Raises InputError if JavaScript cannot split text as the tokenizer does.
     """
     header = {
         **facts_of(model, tokenizer, title, card),
@@ -83,14 +86,14 @@ def page_of(
 
 
 def packed_block(kind: str, content: bytes) -> str:
-    """A block of the page with this content, compressed, and its hash."""
+    """A block of the page with a content, which is compressed, and its hash."""
     packed = compress(content)
     attribute = f'data-sha256="{hashlib.sha256(packed).hexdigest()}"'
     return block_of(kind, attribute, base64.b64encode(packed).decode())
 
 
 def served_page(n_models: int) -> str:
-    """The page of `play`, which asks the server for its models by their numbers."""
+    """Make the page of `play`, which asks the server for n_models models by their numbers."""
     addresses = [f"page/model/{number}" for number in range(n_models)]
     blocks = [block_of("model", f'data-address="{address}"') for address in addresses]
     return page_with(blocks, "connect-src 'self'")
@@ -104,11 +107,11 @@ def served_model(
     card: Mapping[str, str],
     moments: Sequence[Moment] = (),
 ) -> bytes:
-    """A model as the page of `play` reads it: with its exact weights, for the browser to compute.
+    """Pack a model with its exact weights, for the page of `play`, which computes it.
 
-    The server has the moments of its training, the last of which is the model. A model that the
-    browser cannot compute, or only slowly, has no weights: the page asks the server's API for its
-    text, by its name.
+    The header lists the moments of the training, which the page asks the server for. The last one
+    is the model. If the browser cannot compute the model, or only slowly, no weights are packed:
+    the page then asks the server's API for text, by the name of the model.
     """
     facts = facts_of(model, tokenizer, title, card)
     try:
@@ -130,7 +133,7 @@ def served_model(
 
 
 def served_moment(model: GPT) -> bytes:
-    """The exact weights of a moment, as the page of `play` reads them."""
+    """Pack the exact weights of a moment, for the page of `play`."""
     return pack({}, weights_of(model))
 
 
@@ -166,7 +169,7 @@ def facts_of_moment(moment: Moment | PageMoment, loss: float | None) -> dict[str
 
 
 def shape_of(model: GPT, parameters: Mapping[str, Quantized | Tensor]) -> dict[str, Any]:
-    """What engine.js needs to read and to compute the parameters."""
+    """What engine.js needs to read the parameters and to compute with them."""
     return {
         "config": config_of(model),
         "group": GROUP,
@@ -182,12 +185,12 @@ def shape_of(model: GPT, parameters: Mapping[str, Quantized | Tensor]) -> dict[s
 
 
 def block_of(kind: str, attribute: str, content: str = "") -> str:
-    """A block of the page for a `model`, or for a `moment` of the training of the one before."""
+    """A block of the page. kind is `model`, or `moment` for a moment of the model before it."""
     return f'<script type="text/plain" class="{kind}" {attribute}>{content}</script>'
 
 
 def page_with(blocks: Sequence[str], *policies: str) -> str:
-    """The page with these blocks of models; it may do what the policies allow besides."""
+    """Make the page with these blocks. `policies` allow what its security policy else forbids."""
     page = TEMPLATE.read_text(encoding="utf-8")
     page = page.replace("/*engine*/", ENGINE.read_text(encoding="utf-8"))
     page = page.replace("/*moments*/", SLIDER.read_text(encoding="utf-8"))
@@ -215,7 +218,7 @@ def hash_of(content: str) -> str:
 
 
 def config_of(model: GPT) -> dict[str, float]:
-    """The shape of a model, as engine.js reads it."""
+    """The shape of a model, in the fields that engine.js reads."""
     config = model.config
     return {
         "n_layer": config.n_layer,
@@ -231,9 +234,10 @@ def config_of(model: GPT) -> dict[str, float]:
 
 
 def tokenizer_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What encodes and decodes text in engine.js. Bytes are characters of Latin-1.
+    """The tokenizer, in the fields that engine.js reads. Bytes are written as Latin-1 characters.
 
-    `merges` holds three ids for each merge: of both parts, and of the whole.
+    `merges` has three ids for each merge: those of both parts, and that of the whole. Raises
+    InputError if a page cannot split text as the tokenizer does.
     """
     document = tokenizer.document
     is_bpe = tokenizer.unit == "tokens"
@@ -259,14 +263,14 @@ def tokenizer_of(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def javascript_pattern(pattern: str) -> str:
-    """One of the encoder's PATTERNS as an expression of JavaScript with the flag u."""
+    """Translate one of the encoder's PATTERNS for JavaScript, with the flag u."""
     pattern = pattern.replace(CONTRACTIONS, CONTRACTIONS_BY_CASE)
     pattern = pattern.replace(r"[^\s", f"[^{SPACE}").replace(r"\S", f"[^{SPACE}]")
     return pattern.replace(r"\s", f"[{SPACE}]")
 
 
 def pack(header: Mapping[str, Any], parameters: Mapping[str, Quantized | Tensor]) -> bytes:
-    """The header and the tensors."""
+    """Pack a header and the tensors of a model, as engine.js reads them."""
     description = json.dumps(header, ensure_ascii=False).encode()
     parts = [struct.pack("<I", len(description)), description]
     for parameter in parameters.values():
@@ -278,6 +282,7 @@ def pack(header: Mapping[str, Any], parameters: Mapping[str, Quantized | Tensor]
 
 
 def compress(content: bytes) -> bytes:
-    # Codes repeat, but not in sequences: without a search for those, the file is 6 % smaller.
+    # The codes of weights are frequent or rare, and form no repeated sequences. Z_FILTERED hardly
+    # searches for these: the file is 6 % smaller.
     gzip = zlib.compressobj(9, zlib.DEFLATED, GZIP, 9, zlib.Z_FILTERED)
     return gzip.compress(content) + gzip.flush()

@@ -1,9 +1,9 @@
-"""The page of a report.
+"""Make the HTML page of a report, from report.html.
 
-The page is report.html. Its plots are Vega-Lite, written by Altair. The JavaScript that draws them
-is part of the page, and interprets their expressions, so the page needs neither a request nor
-`eval`, and its policy forbids both. Colors are CSS variables: the same drawing serves a light page,
-a dark one and print.
+The plots are in Vega-Lite, and Altair writes them. The JavaScript that draws them is part of the
+page. It interprets their expressions, so the page needs neither a request nor `eval`, and its
+security policy forbids both. Colors are CSS variables, so that one drawing serves a light page, a
+dark page, and print.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sm_nanogpt.launcher.views.report import Report, ReportedRun, value_text
 
 SERIES = {"training": "train_loss", "validation": "val_loss"}
 LINES = (("raw", 1, 0.3), ("training", 1.25, 0.75), ("validation", 2.75, 1.0))  # width, opacity
-N_COLORS = 6  # of runs, in report.html; from the eighth run on, they return with dashes
+N_COLORS = 6  # of runs, in report.html; later runs have them again, with other dashes
 DASHES = ((1, 0), (6, 3), (2, 2))
 FONT = "system-ui, 'Helvetica Neue', Helvetica, Arial, sans-serif"
 
 
 def clock_unit(report: Report) -> tuple[float, str]:
-    """The unit of the axis of times: its seconds, and its name."""
+    """The unit of the axis of times: its length in seconds, and its name."""
     longest = max(run.seconds or 0 for run in report.runs)
     if longest < 300:
         return 1, "s"
@@ -38,7 +38,7 @@ def clock_unit(report: Report) -> tuple[float, str]:
 
 
 def axes(report: Report) -> dict[str, dict[str, str]]:
-    """The x axes that all runs have: the title and the number format of each, by its name."""
+    """The x axes for which all runs have values, by name: the title and the format of numbers."""
     x_axes = {
         "step": {"title": "step", "format": ",.0f"},
         "tokens": {"title": "tokens", "format": "~s"},
@@ -110,9 +110,9 @@ def styles(report: Report) -> list[tuple[str, str, list[int]]]:
 
 
 def line_plot(report: Report, y: str, title: str, series: Sequence[str]) -> dict[str, Any]:
-    """A plot with a line for each run and series, whose points show their values when pointed at.
+    """A plot with a line for each run and series. A point shows its value when it is pointed at.
 
-    y is the name of a value of `points`.
+    y is the name of a value of `points`, and title that of the axis.
     """
     import altair as alt
 
@@ -171,9 +171,9 @@ def result_plot(report: Report, name: str) -> dict[str, Any]:
 
 
 def styled(chart: Any) -> dict[str, Any]:
-    """The Vega-Lite document of a chart, as wide as the page gives it, in the page's colors."""
+    """The Vega-Lite document of a chart, in the width and the colors of the page."""
     spec: dict[str, Any] = chart.to_dict()
-    del spec["$schema"]  # an address, which nothing here reads
+    del spec["$schema"]  # an address, which the page does not need
     lines = dict.fromkeys(("gridColor", "domainColor", "tickColor"), "var(--line)")
     texts = dict.fromkeys(("labelColor", "titleColor"), "var(--muted)")
     fonts = {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
@@ -196,7 +196,7 @@ def styled(chart: Any) -> dict[str, Any]:
 
 @cache
 def javascript() -> str:
-    """Vega, Vega-Lite and Vega-Embed, in a scope of their own."""
+    """The JavaScript of Vega, Vega-Lite, and Vega-Embed, in a scope of its own."""
     import altair
     import vl_convert
 

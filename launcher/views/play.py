@@ -1,7 +1,7 @@
-"""The server of the local page on which people try trained models, on loopback.
+"""Serve the local page on which people try trained models, on loopback.
 
-The browser computes the models. The API, in `api`, answers other programs, and the page for models
-that a browser cannot compute.
+The browser computes the models. The API of api.py answers other programs, and answers the page for
+models that the browser cannot compute.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Player:
 
     @cached_property
     def chat(self) -> Chat:
-        """Raise InputError if the model has not learned from conversations."""
+        """The model as a chat. Raises InputError if it has not learned from conversations."""
         return Chat(self.model, self.tokenizer)
 
     @property
     def title(self) -> str:
-        """The name, with the end of the job's id: own1t (…79bf20)."""
+        """The name, with the end of the job's id, such as `own1t (…79bf20)`."""
         if self.job_id in ("", self.name):
             return self.name
         return f"{self.name} (…{end_of(self.job_id)})"
@@ -63,9 +63,9 @@ class Player:
 def make_app(
     players: Sequence[Player], key: str, api_routes: Sequence[Route], origins: Sequence[str] = ()
 ) -> ASGIApp:
-    """Serve the page, its models and the API to requests that carry the key.
+    """Make the app that serves the page, its models, and the API to requests with the key.
 
-    Pages of these other origins may read the answers.
+    origins: other origins whose pages may read the answers.
     """
     html = served_page(len(players))
     headers = {
@@ -108,7 +108,7 @@ def make_app(
     async def failed(request: HTTPRequest, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
             return Response()
-        if isinstance(error, ServiceError):  # an edited script fails; all else is the client's
+        if isinstance(error, ServiceError):  # an edited folder failed; other errors are requests'
             return error_response(500, str(error))
         code = "context_length_exceeded" if isinstance(error, TooLong) else None
         return error_response(400, str(error), code)
@@ -123,14 +123,14 @@ def make_app(
     handlers: dict[Any, Any] = {404: not_found, **dict.fromkeys(errors, failed)}
     app = Starlette(routes=routes, exception_handlers=handlers)
     guarded_app = require_key(merge_slashes(app), key)
-    # It is outside of the guard, since a browser asks about origins before it sends the key.
+    # CORSMiddleware is outside of the guard: a browser asks about origins before it sends the key.
     return CORSMiddleware(
         guarded_app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
     )
 
 
 def hint_for(path: str) -> str:
-    """Say what may be wrong with the base URL of a client that asks for this path."""
+    """Describe what may be wrong with the base URL of a client that asks for this path; or ''."""
     if re.match(r"/v1/v1(/|$)", path):
         return "; /v1 is twice in the base URL"
     if path == "/v1":
@@ -139,7 +139,7 @@ def hint_for(path: str) -> str:
 
 
 def merge_slashes(app: ASGIApp) -> ASGIApp:
-    """Make one slash of several in a path: a base URL that ends in a slash makes two."""
+    """Merge several slashes of a path into one: a base URL that ends in a slash gives two."""
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
         path = re.sub("/+", "/", scope["path"])
@@ -156,9 +156,9 @@ def error_response(status: int, message: str, code: str | None = None) -> JSONRe
 
 
 def require_key(app: ASGIApp, key: str) -> ASGIApp:
-    """Refuse requests without the key, so also those of other sites, whatever host they name.
+    """Refuse requests without the key, such as those of other sites, whatever host they name.
 
-    The key is in the address, as `token`, or it is the bearer of the Authorization header.
+    The key is `token` in the address, or the bearer token of the Authorization header.
     """
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,7 +177,7 @@ def require_key(app: ASGIApp, key: str) -> ASGIApp:
 
 
 def listen(port: int) -> socket.socket:
-    """Listen on loopback; port 0 takes a free one. Raises InputError if the port is taken."""
+    """Listen on loopback. Port 0 takes a free port. Raises InputError if the port is taken."""
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
@@ -185,12 +185,12 @@ def listen(port: int) -> socket.socket:
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:
-    """Return a server of the page, whose `run` raises KeyboardInterrupt after Ctrl-C.
+    """Make the server of an app, whose `run` raises KeyboardInterrupt after Ctrl-C.
 
-    Ctrl-C also ends its generations.
+    Ctrl-C also ends the answers that are being written.
     """
-    # Leave a core to the browser: where it takes one of two, two threads wait for each other, and
-    # a small model made 55 tokens/s instead of 600.
+    # One core is left to the browser. If the browser takes one of two cores, two threads of torch
+    # wait for each other: a small model made 55 tokens/s instead of 600.
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     config = uvicorn.Config(
         app,
@@ -201,6 +201,6 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
         access_log=False,
     )
     server = uvicorn.Server(config)
-    # It logs as errors the generations that Ctrl-C cancels.
+    # uvicorn logs the answers that Ctrl-C cancels as errors.
     logging.getLogger("uvicorn.error").addFilter(lambda record: not server.should_exit)
     return server

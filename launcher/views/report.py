@@ -1,4 +1,4 @@
-"""The facts of a report about runs: their curves, configurations, texts, machines and costs."""
+"""Read the facts of a report about runs: their curves, settings, texts, machines, and costs."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class ReportedRun:
 
     @property
     def short_name(self) -> str:
-        """The name, or else the end of the id."""
+        """The name of the job, or, without one, the end of its id."""
         return self.job.name or end_of(self.description.job_id)
 
     @property
     def has_image(self) -> bool:
-        """True if the job ran in an image, as on SageMaker."""
+        """True if the job ran in a container image, as on SageMaker."""
         return backend_class(self.description.instance).takes_field("image_uri")
 
     def logged(self, pattern: str) -> str:
-        """Return the first group of the first line of the log that the pattern matches, or ''."""
+        """Find the first line of the log that matches a pattern; return its first group, or ''."""
         for line in self.log:
             match = re.match(pattern, line)
             if match:
@@ -70,9 +70,9 @@ class ReportedRun:
 
     @property
     def validation_text(self) -> object:
-        """The length of the validation text, or its location if the length is not known.
+        """What tells validation texts apart: the length, or, if that is unknown, the location.
 
-        Two tokenizers store the same text in two locations.
+        With two tokenizers, the same text is stored in two locations.
         """
         upload = self.validation if self.job.validation else self.data
         if upload is not None:
@@ -99,10 +99,10 @@ class ReportedRun:
 
     @property
     def times(self) -> list[float]:
-        """The time of each row, in seconds since the start of the run; empty if one lacks it.
+        """The time of each row, in seconds since the start of the run; [] if a row has no time.
 
-        A run that continues others starts with the first row of theirs; the pause after them does
-        not count.
+        A resumed run starts with the first row of the earlier run. The pause between them does not
+        count.
         """
         if not all("time" in row for row in self.curve.rows):
             return []
@@ -131,7 +131,7 @@ class ReportedRun:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """Everything in which two runs may differ, by name."""
+        """The values in which two runs may differ, by name."""
         configuration = dict(self.description.hyperparameters)
         for name in MODEL_CHOICES:
             configuration[name] = getattr(self.job, name)
@@ -146,10 +146,10 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class Report:
-    """Runs, the best first, and the names of what differs between them.
+    """Runs, the best first, and the names of the values that differ between them.
 
-    per_byte is True if they have several tokenizers: a loss is per token, so bits per byte replace
-    it.
+    per_byte is True if the runs have several tokenizers: their losses, which are per token, do not
+    compare, so the report has bits per byte.
     """
 
     runs: Sequence[ReportedRun]
@@ -173,9 +173,9 @@ class Report:
 
     @property
     def varied(self) -> list[str]:
-        """The hyperparameters that have a plot of the result against their values.
+        """The hyperparameters for which a plot shows the result against their values.
 
-        There are at most four, all numbers, and none for fewer than three runs.
+        They are at most four, and all numbers. Fewer than three runs have no such plot.
         """
         hyperparameters = {*self.runs[0].description.hyperparameters, *MODEL_CHOICES} - {"seed"}
         names = [name for name in self.differing if name in hyperparameters]
@@ -200,9 +200,9 @@ class Report:
 
     @property
     def over_seeds(self) -> list[Rank]:
-        """The configurations with all losses of each; empty if each was run with one seed.
+        """The configurations, each with all its losses; [] if each was run with one seed.
 
-        Empty too if the losses do not compare, for several tokenizers.
+        Also [] if the runs have several tokenizers, so that losses do not compare.
         """
         if self.per_byte:
             return []
@@ -223,9 +223,9 @@ class Report:
 
 
 def read_runs(job_ids: Sequence[str], settings: Settings) -> list[ReportedRun]:
-    """Read the facts about some jobs, whether they run or have ended, with their costs.
+    """Read the facts about some jobs, which may still run, with their costs.
 
-    It leaves out, and logs, the jobs without a curve. Raises ServiceError if none has one.
+    Jobs without a curve are left out, and logged. Raises ServiceError if no job has a curve.
     """
     runs = []
     problems = []  # of the jobs without a curve
@@ -261,7 +261,7 @@ def read_run(job_id: str, settings: Settings) -> ReportedRun:
 
 
 def compare(runs: Sequence[ReportedRun]) -> Report:
-    """Rank the runs, and label each by its name and by what differs, if that is short."""
+    """Rank the runs. The label of each is its name, with up to two values that differ."""
     set_by_model = hyperparameters_of_models(runs)
     differing = differences([run.configuration for run in runs])
     differing = [name for name in differing if name not in set_by_model]
@@ -278,9 +278,10 @@ def compare(runs: Sequence[ReportedRun]) -> Report:
 
 
 def hyperparameters_of_models(runs: Sequence[ReportedRun]) -> set[str]:
-    """Return the hyperparameters that differ only because the size or the preset does.
+    """Return the hyperparameters that differ only because the size or the preset differs.
 
-    Those are all that no run sets itself, by its summary. Empty if neither differs.
+    These are all that no run sets itself, according to the summaries. Empty if size and preset are
+    the same.
     """
     jobs = [run.job for run in runs]
     for choice in MODEL_CHOICES:
@@ -295,5 +296,5 @@ def hyperparameters_of_models(runs: Sequence[ReportedRun]) -> set[str]:
 
 
 def value_text(value: Any) -> str:
-    """The value of a configuration as text; "-" for none."""
+    """A value of a configuration as text; "-" if there is none."""
     return "-" if value in (None, "") else format_value(value)

@@ -1,4 +1,4 @@
-"""A model as a file: its page, in as many bits and with as many moments as it may have."""
+"""Save the page of a model as a file, with as many bits and moments as the page may have."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ from sm_nanogpt.launcher.views.model_page import (
 logger = logging.getLogger(__name__)
 
 SAMPLES, SAMPLE_TOKENS = 100, 500  # in which copies of the training text are looked for
-COPIES_BYTES = 200  # what the card's line of copies adds to a page, and more
-MOMENTS_BYTES = 20_000_000  # of a page to which moments are added unasked; mails take few more
-UNMEASURED = "neither the cost of rounding nor copies are measured"  # without its text
+COPIES_BYTES = 200  # more than the card's line of copies adds to a page
+MOMENTS_BYTES = 20_000_000  # default limit of a page with moments; mails may hardly be larger
+UNMEASURED = "neither the cost of rounding nor copies are measured"  # if the text is not here
 
 
 @dataclass(frozen=True)
 class SavedPage:
-    """What a saved page is: its bytes, how its weights are rounded, and the bytes of the longest
-    run of its samples that its training text has, or None if that text is not here.
+    """What a saved page has.
 
-    `moments` says which steps of the training it shows, or why it shows none.
+    size is in bytes. copied is the number of bytes of the longest run of its samples that its
+    training text contains; None if that text is not here. moments says which steps of the training
+    the page shows, or why it shows none.
     """
 
     path: Path
@@ -63,11 +64,11 @@ def save_model_page(
     bits: int | None,
     n_moments: int | None,
 ) -> SavedPage:
-    """Write the model of a directory as save_page does, with all that is known of it here.
+    """Write the page of the model in a directory, with what is known of it on this machine.
 
-    name is what the user calls the model: a job, or a directory. job is the job that made it, or
-    None if no job did; without its text, a warning says what is not measured. Raises InputError if
-    there are no moments to show.
+    name is what the user calls the model: the id of a job, or a directory. job is the job that made
+    it; None if no job did. bits and n_moments are as in PageDraft and save_page. Raises InputError
+    if more than one moment is asked for and the run kept none.
     """
     moments = read_moments(directory, model)
     if n_moments is not None and n_moments > 1 and not moments:
@@ -93,11 +94,10 @@ def save_page(
 ) -> SavedPage:
     """Write a model as one HTML page.
 
-    limit is what the page may have, in bytes: to stay below it, the weights may have fewer bits
-    than they should, unless the draft says how many. The page shows `n_moments` of the moments, of
-    which the model is the last; by default as many as the limit, or else MOMENTS_BYTES, allows.
-
-    Raises InputError if it cannot be so small, or the file cannot be written.
+    limit: the bytes that the page may have. To stay below it, the weights get fewer bits than they
+    should, unless the draft says how many. The page shows n_moments of the moments, of which the
+    last is the model; by default, as many as the limit, or else MOMENTS_BYTES, allows. Raises
+    InputError if the page cannot be so small, or if the file cannot be written.
     """
     if limit is not None and draft.bits is None:
         draft.take_fewer_bits(limit)
@@ -117,20 +117,20 @@ def save_page(
 
 @dataclass
 class PageDraft:
-    """The page of a model, whose weights may still lose bits.
+    """The page of a model, while its bits and moments are chosen.
 
-    Raises InputError if an edited folder computes the model, or its tokenizer is of a kind that the
-    page does not know.
+    Raises InputError if an edited folder computes the model, or if the page does not know the kind
+    of its tokenizer.
     """
 
     model: GPT
     tokenizer: Tokenizer
-    corpus: Corpus | None  # the text that it has learned from, if that is here
+    corpus: Corpus | None  # the text from which it has learned; None: it is not here
     title: str
     card: Mapping[str, str]
     bits: int | None = None  # of a weight; None: the fewest that cost little
-    copied: int | None = None  # bytes of the longest run of its samples that its text has
-    rounded_moments: dict[int, PageMoment] = field(default_factory=dict)  # by their step
+    copied: int | None = None  # as in SavedPage
+    rounded_moments: dict[int, PageMoment] = field(default_factory=dict)  # by step
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -138,7 +138,7 @@ class PageDraft:
         self.rounding = round_weights(self.model, self.corpus, self.bits)
 
     def content(self, moments: Sequence[Moment] = ()) -> bytes:
-        """The page with these moments, of which the last is the model; it alone has no slider."""
+        """The page with these moments, of which the last is the model. One moment has no slider."""
         facts = {**self.card, "weights": str(self.rounding)}
         if self.copied is not None:
             facts["copies"] = describe_copies(self.copied)
@@ -163,7 +163,7 @@ class PageDraft:
             size = len(self.content()) + COPIES_BYTES
 
     def measure_copies(self) -> None:
-        """Find out how much the samples copy of the training text, if that is here."""
+        """Measure how much samples copy from the training text, if that is here."""
         if self.corpus is not None:
             rounded = with_quantized_weights(self.model, self.rounding.parameters)
             self.copied = longest_copy(rounded, self.tokenizer, self.corpus)
@@ -171,7 +171,7 @@ class PageDraft:
     def with_moments_below(
         self, limit: int, moments: Sequence[Moment]
     ) -> tuple[bytes, Sequence[Moment]]:
-        """The page with as many moments as a limit, in bytes, allows, and which these are."""
+        """The page with as many moments as a limit, in bytes, allows, and these moments."""
         content = self.content()
         shown = spread(moments, limit // len(content))
         while len(shown) > 1:
@@ -182,7 +182,7 @@ class PageDraft:
         return content, shown
 
     def round_moments(self, moments: Sequence[Moment]) -> list[PageMoment]:
-        """The moments in as many bits as the model, which is the last of them."""
+        """The moments, rounded to the bits of the model, which is the last one."""
         *earlier, end = moments
         for moment in earlier:
             if moment.step not in self.rounded_moments:
@@ -195,7 +195,7 @@ class PageDraft:
 
 
 def round_moment(moment: Moment, corpus: Corpus | None, bits: int) -> PageMoment:
-    """A moment in so many bits a weight."""
+    """A moment, rounded to so many bits for each weight, with its loss."""
     parameters = quantize_model(moment.model, bits)
     loss = None
     if corpus is not None:
@@ -205,12 +205,13 @@ def round_moment(moment: Moment, corpus: Corpus | None, bits: int) -> PageMoment
 
 
 def describe_copies(n_bytes: int) -> str:
-    """How long a passage of the training text the samples have."""
+    """Describe the longest passage of the training text in the samples."""
     return f"{n_bytes} bytes, the longest passage of the training text in {SAMPLES} samples"
 
 
 def describe_moments(moments: Sequence[Moment], n_kept: int, limit: int | None) -> str:
-    """Which of the kept moments a page shows; not all, if its limit, in bytes, is too small."""
+    """Describe which of the n_kept moments a page shows, and that a limit in bytes allowed no more,
+    if it did not."""
     if not n_kept:
         return "the run kept none"
     shown = "the end alone"
@@ -227,7 +228,7 @@ def describe_moments(moments: Sequence[Moment], n_kept: int, limit: int | None) 
 
 
 def longest_copy(model: GPT, tokenizer: Tokenizer, corpus: Corpus) -> int:
-    """The bytes of the longest run of a model's samples that its training text has too."""
+    """The bytes of the longest run of a model's samples that its training text contains."""
     samples = [""] * SAMPLES
     for pieces in stream_samples(model, tokenizer, None, SAMPLE_TOKENS, SAMPLES):
         samples = [sample + piece for sample, piece in zip(samples, pieces, strict=True)]
