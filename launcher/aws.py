@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The code of a remedy in launcher.cli.remedies, by a pattern of AWS's code of an error, or of the
-# exception's name; the first that matches counts.
+# Codes of remedies in launcher.cli.remedies, by patterns for the code of an error of AWS, or for
+# the name of an exception. The first pattern that matches counts.
 REMEDY_CODES = {
     "LoginInsufficientPermissions": "",
     "Expired|TokenRefresh|TokenRetrieval|SSO|UnauthorizedException|Login": "aws-expired",
@@ -132,8 +132,8 @@ def check_region(session: Any) -> str:
 def check_bucket(client: Any, uri: str, field: str, region: str) -> None:
     """Raise InputError if a bucket is in another region than the job.
 
-    uri is s3://bucket/prefix, and field the argument that it is from. Each answer of S3 about a
-    bucket names the region, also one that refuses, so this needs no permission.
+    uri is s3://bucket/prefix, and field names the argument with it. This needs no permission: each
+    answer of S3 about a bucket names the region, also a refusal.
     """
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     if prefix:
@@ -154,7 +154,7 @@ def check_bucket(client: Any, uri: str, field: str, region: str) -> None:
 
 
 class Missing(ServiceError):
-    """Something that a call of AWS names does not exist."""
+    """What a call of AWS names does not exist."""
 
 
 class Offline(ServiceError):
@@ -173,14 +173,14 @@ class Denied(ServiceError):
     """The caller lacks the permission."""
 
 
-# By the code of the remedy.
+# The types of errors by the codes of their remedies.
 ERROR_TYPES = {"aws-quota": OverQuota, "aws-denied": Denied, "aws-throttled": Unreachable}
 
 
 def service_error(subject: str, error: BaseException) -> ServiceError:
-    """Make an exception of boto3 or s3fs an error of one line.
+    """Turn an exception of boto3 or s3fs into an error of one line.
 
-    subject begins the line: a call of AWS's API, or a URI.
+    subject, with which the line begins, is a call of AWS's API, or a URI.
     """
     from botocore import exceptions
 
@@ -198,12 +198,11 @@ def service_error(subject: str, error: BaseException) -> ServiceError:
 def patiently(
     call: Callable[[], T], *, job_id: str, code: str, bills: bool, deadline: float = math.inf
 ) -> T:
-    """Ask a service about a job or a sweep that is watched, and retry through an outage of
-    minutes.
+    """Make a call about a job or a sweep that is watched, and retry it during an outage.
 
-    deadline is in time.monotonic() seconds. Raises ServiceError if the outage lasts for
-    PATIENCE_SECONDS, and for other errors at once, such as expired credentials. code is that of the
-    remedy: how to watch the job again. bills: its jobs cost money while they run.
+    deadline is in time.monotonic() seconds. code is that of the remedy, which says how to watch the
+    job again. bills: the jobs cost money while they run. Raises ServiceError if the outage lasts
+    for PATIENCE_SECONDS; other errors, such as expired credentials, are raised at once.
     """
     give_up_at = math.inf
     while True:
@@ -226,7 +225,7 @@ def patiently(
 class QuotaWait:
     """The wait of a job for a quota of the account.
 
-    It waits while jobs of ours run, and some minutes longer, since SageMaker may count a job for a
+    A job waits while jobs of ours run, and some minutes longer: SageMaker may count a job for a
     while after its end.
     """
 
@@ -248,9 +247,9 @@ class QuotaWait:
         self.is_waiting = False
 
     def note_refusal(self, error: OverQuota, others_run: bool) -> bool:
-        """Wait for RETRY_SECONDS more. Returns True for the first refusal of a job.
+        """Note that the job may be sent again in RETRY_SECONDS; return True at its first refusal.
 
-        Raises the refusal if none of our jobs runs or has just ended, so that waiting is in vain.
+        Raises the refusal if none of our jobs runs or has just ended: then waiting is in vain.
         """
         now = time.monotonic()
         if not others_run and now > self.freed_at + PATIENCE_SECONDS:
@@ -263,10 +262,9 @@ class QuotaWait:
 
 @contextmanager
 def service_errors(call: str) -> Iterator[None]:
-    """Make botocore's exceptions in a call of AWS's API a ServiceError of one line.
+    """Turn exceptions of botocore in a call of AWS's API into a ServiceError of one line.
 
-    It is Missing if AWS says that what the call names does not exist, and Unreachable if AWS did
-    not answer.
+    That is Missing if what the call names does not exist, and Unreachable if AWS did not answer.
     """
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
@@ -282,7 +280,7 @@ def service_errors(call: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class AwsAnswer:
-    """The answer of AWS to a call that failed; both parts are '' if it did not answer."""
+    """The answer of AWS to a call that failed. Both fields are '' if AWS did not answer."""
 
     aws_code: str  # such as AccessDenied
     message: str  # in one line
@@ -296,9 +294,9 @@ class AwsAnswer:
 
     @property
     def is_missing(self) -> bool:
-        """True if AWS says that what the call names does not exist.
+        """True if what the call names does not exist.
 
-        SageMaker and CloudFormation have no code for that.
+        SageMaker and CloudFormation have no code for that, so the message decides.
         """
         if re.fullmatch(
             "404|NoSuchBucket|NoSuchEntity|ResourceNotFound(Exception)?", self.aws_code
@@ -312,13 +310,13 @@ class AwsAnswer:
 def response_in(error: BaseException | None) -> dict[str, Any]:
     """The response of AWS in an exception of boto3; {} if there is none.
 
-    The exception of boto3 is the __context__ of the ServiceError that was made of it.
+    The exception is the __context__ of the ServiceError that service_errors raises.
     """
     return getattr(error, "response", None) or {}
 
 
 def boto_error(error: BaseException) -> BaseException:
-    """The exception of boto3 from which one of s3fs was raised, or else the exception itself."""
+    """The exception of boto3 that caused one of s3fs; for an exception of boto3, itself."""
     if response_in(error):
         return error
     return error.__cause__ or error

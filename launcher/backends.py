@@ -1,4 +1,4 @@
-"""Where jobs run: what each backend declares and answers, and the table of all backends.
+"""The interface of the backends, which run jobs, and the table of all backends.
 
 A new backend is a class in a file of its own, and a row of BACKENDS.
 """
@@ -28,22 +28,22 @@ BACKENDS = {
 
 
 class Backend(ABC):
-    """Runs jobs in one place. A subclass declares the facts, and answers the methods."""
+    """Runs jobs in one place. A subclass declares the facts and implements the methods."""
 
     # -- facts that hold for every job ------------------------------------------------------------
 
     title: ClassVar[str]
-    is_remote: ClassVar[bool]  # asked over a network, which may fail; its lists are late and short
-    bills: ClassVar[bool]  # jobs cost money: they have prices, a ceiling, and need consent
-    sends_request: ClassVar[bool]  # `request` makes what a dry run can show
+    is_remote: ClassVar[bool]  # behind a network; lists of jobs are late and lack some facts
+    bills: ClassVar[bool]  # jobs cost money: they have prices and a ceiling, and need consent
+    sends_request: ClassVar[bool]  # `request` makes a request, which a dry run shows
     stops_at_ctrl_c: ClassVar[bool]  # Ctrl-C in the command that launched a job stops the job
     saves_when_stopped: ClassVar[bool]  # a job that is stopped first writes a checkpoint
-    shares_cores: ClassVar[bool]  # jobs that run at a time share the cores of one machine
+    shares_cores: ClassVar[bool]  # parallel jobs share the cores of one machine
     logs_more_than_script: ClassVar[bool]  # `logs` with `raw` also has lines of the service
-    poll_seconds: float  # from one question about a running job to the next
+    poll_seconds: float  # between two questions about a running job
 
     settings: Settings
-    parallel = 1  # jobs that run at a time, where they share cores
+    parallel = 1  # the number of parallel jobs, if they share cores
 
     def __init__(self, settings: Settings, attempts: int | None = None) -> None:
         """attempts: as for make_client of launcher/aws.py; a local backend needs none."""
@@ -52,16 +52,16 @@ class Backend(ABC):
     @property
     @abstractmethod
     def location(self) -> str:
-        """The place as messages say it, such as `in us-east-1`."""
+        """Where the jobs are, as a phrase for messages, such as `in us-east-1`."""
 
     @classmethod
     @abstractmethod
     def why_not_configured(cls, settings: Settings) -> str:
-        """Why no command asks this backend, or ''."""
+        """Why commands do not ask this backend, or ''."""
 
     @classmethod
     def launched_last(cls, settings: Settings) -> Sequence[str]:
-        """The ids of the jobs that this home launched last, which a list may not have yet."""
+        """The ids of the jobs that this home launched last, which `list` may not have yet."""
         return ()
 
     # -- before a job ------------------------------------------------------------------------------
@@ -69,17 +69,17 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def takes_field(cls, name: str) -> bool:
-        """True if this field of a Request means something here."""
+        """True if this backend takes a field of a Request."""
 
     @classmethod
     @abstractmethod
     def problems(cls, request: Request) -> Iterator[tuple[str, object, str]]:
-        """Yield the fields that it does not take as they are, with their values, and why."""
+        """Yield the fields that the backend refuses, with their values, and why."""
 
     @classmethod
     @abstractmethod
     def count_ranks(cls, request: Request) -> int:
-        """The number of processes that share a batch, as far as it is known before `check`."""
+        """The number of processes that will share a batch, as far as it is known before `check`."""
 
     @classmethod
     @abstractmethod
@@ -89,30 +89,31 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def disk_of(cls, instance: str) -> Literal["home", "instance", "volume"]:
-        """What limits the disk of a job."""
+        """Which disk the files of a job have to fit on."""
 
     @classmethod
     def default_launcher(cls, instance: str) -> str | None:
-        """The launcher of an instance for which a request names none; None: it has no choice."""
+        """The default launcher for an instance; None if there is no choice of launchers."""
         return None
 
     @abstractmethod
     def launch_settings(self) -> Settings:
-        """The settings with the store, and where it has one the role, that a job uses."""
+        """The settings with the store that a job uses, and with its role, if it has one."""
 
     @abstractmethod
     def check(self, job: TrainingJob) -> Any:
-        """Decide what the request leaves to the backend; raise InputError if it cannot run."""
+        """Decide what the job leaves to the backend. Raises InputError if the job cannot run."""
 
     @abstractmethod
     def price(
         self, job: TrainingJob, earlier: tuple[TrainingJob, JobDescription] | None
     ) -> TrainingJob:
-        """The job with a time limit that keeps it below its ceiling. earlier: what it resumes."""
+        """The job with a time limit that keeps it below its ceiling. earlier: the job that it
+        resumes."""
 
     @abstractmethod
     def request(self, job_id: str, job: TrainingJob, placement: Any) -> dict[str, Any]:
-        """The request that `submit` sends; empty if it sends none."""
+        """The request that `submit` sends; {} if it sends none."""
 
     @abstractmethod
     def submit(
@@ -134,7 +135,7 @@ class Backend(ABC):
     def list(
         self, everyone: bool = False, name: str | None = None
     ) -> Iterator[JobDescription | UnreadableJob]:
-        """Yield the caller's jobs, or everyone's, newest first; with a name, only those with it."""
+        """Yield the caller's jobs, or everyone's, newest first. name: only jobs of this name."""
 
     @abstractmethod
     def stop(self, job_id: str) -> None:
@@ -146,35 +147,35 @@ class Backend(ABC):
 
     @abstractmethod
     def forget(self, job_id: str) -> None:
-        """Delete what is left of a job without its files."""
+        """Delete what remains of a job whose files were deleted."""
 
     @abstractmethod
     def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
-        """The rows of a job's training curve so far, and where they were read."""
+        """The rows of a job's training curve so far, and the location of their file or log."""
 
     @abstractmethod
     def logs(
         self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None
     ) -> Iterator[str]:
-        """Yield the lines that the script printed; with follow, until the job ends.
+        """Yield the lines that the script printed. follow: wait for new lines until the job ends.
 
-        With raw, include the lines of the service. With tail, yield only so many of the last.
+        raw: include the lines of the service. tail: yield only this number of last lines.
         """
 
     def console_link(self, job_id: str) -> str | None:
-        """The page of a job in the console of its service, if there is one."""
+        """The address of a job's page in the console of its service; None if it has none."""
         return None
 
     def other_owner(self, job: JobDescription) -> str:
-        """Who owns a job, if that is not the caller; '' for the caller's jobs."""
+        """The owner of another caller's job; '' for a job of the caller."""
         return ""
 
     @classmethod
     @abstractmethod
     def check_no_later(cls, job: JobDescription, settings: Settings, acts: bool) -> None:
-        """Report that a later job runs where `settings` do not look.
+        """Log that a later job than `job` is where these settings do not look.
 
-        Raises InputError if `acts`: the job is to be changed.
+        acts: the job is to be changed; then this raises InputError.
         """
 
 

@@ -52,7 +52,7 @@ class Curve:
 
 
 def rows_of_file(lines: Iterable[bytes], name: object) -> list[Row]:
-    """Rows from the lines of metrics.jsonl; skips an incomplete line, and one without a step."""
+    """Parse the lines of metrics.jsonl. Incomplete lines, and those without a step, are skipped."""
     rows = []
     for line in lines:
         with suppress(Damaged):
@@ -63,7 +63,7 @@ def rows_of_file(lines: Iterable[bytes], name: object) -> list[Row]:
 
 
 def rows_of_log(lines: Iterable[str]) -> list[Row]:
-    """Rows from the lines of a log, whose values have fewer digits than those of the file."""
+    """Parse the lines of a log, whose values have fewer digits than those of metrics.jsonl."""
     rows: list[Row] = []
     for line in lines:
         match = LOG_LINE.search(line[-MAX_LINE:])
@@ -76,7 +76,7 @@ def rows_of_log(lines: Iterable[str]) -> list[Row]:
 
 
 def without_repeated_steps(rows: Iterable[Row]) -> list[Row]:
-    """The rows without those that a run repeated after it resumed from an earlier step."""
+    """The rows, with only the last row of a step that was repeated after a resume."""
     unique: list[Row] = []
     for row in rows:
         while unique and unique[-1]["step"] >= row["step"]:
@@ -94,9 +94,9 @@ def newest_values(rows: Iterable[Row]) -> Row:
 
 
 def newest_curve(names: Iterable[str]) -> str:
-    """The newest curve among these file names, or else the name of a job's first.
+    """The newest file of a curve among these names; if there is none, the name of a job's first.
 
-    Each start of a job has its own, which holds the rows of those before it too.
+    Each start of a job has a file of its own, which also has the rows of earlier starts.
     """
     curves = [name for name in names if CURVE_FILE.fullmatch(name)]
     return max(curves, default="metrics-00000001.jsonl")
@@ -105,7 +105,7 @@ def newest_curve(names: Iterable[str]) -> str:
 def samples_of_log(lines: Iterable[str]) -> dict[str, str]:
     """The samples that a run logs: {"before training": text, "after training": text}."""
     samples: dict[str, list[str]] = {}
-    title = ""  # of the sample to which the next lines belong
+    title = ""  # of the sample that is read; '' between samples
     for line in lines:
         heading = re.fullmatch(r"--- sample (.+) ---", line)
         if heading:
@@ -122,7 +122,7 @@ def samples_of_log(lines: Iterable[str]) -> dict[str, str]:
 
 
 def total_steps(hyperparameters: Mapping[str, Any]) -> Any:
-    """The steps of all generations; None if they are not known."""
+    """The number of steps of all generations; None if it is not known."""
     max_steps = hyperparameters.get("max_steps")
     if not max_steps:
         return max_steps
@@ -130,7 +130,7 @@ def total_steps(hyperparameters: Mapping[str, Any]) -> Any:
 
 
 def seconds_left(metrics: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> float | None:
-    """The time to the last step at the present speed; None if it is not known."""
+    """The seconds until the last step, at the present speed; None if they are not known."""
     try:
         steps = total_steps(hyperparameters) - metrics["step"]
         tokens = steps * hyperparameters["batch_size"] * hyperparameters["block_size"]
@@ -142,9 +142,9 @@ def seconds_left(metrics: Mapping[str, Any], hyperparameters: Mapping[str, Any])
 # -- drawing ---------------------------------------------------------------------------------------
 
 BRAILLE = 0x2800  # the character without dots
-DOTS_ACROSS = 2  # of a character
+DOTS_ACROSS = 2  # in a character
 DOTS_DOWN = 4
-# The bits of its dots, in the order of its columns and rows.
+# The bits of the dots of a character, by column and row.
 DOT_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
@@ -189,7 +189,7 @@ def interpolate(points: Sequence[tuple[float, float]], n_columns: int) -> list[f
 
 
 def braille(dots: Sequence[int], width: int, height: int) -> list[str]:
-    """Draw a dot in each column, each connected to the one before it, as lines of characters."""
+    """Draw a dot in each column, connected to the dot before it, as lines of characters."""
     cells = [[BRAILLE] * width for _ in range(height)]
     last_row = dots[0]
     for column, row in enumerate(dots):
@@ -201,7 +201,7 @@ def braille(dots: Sequence[int], width: int, height: int) -> list[str]:
 
 
 def rows_between(last_row: int, row: int) -> range:
-    """The rows of dots that connect a column to the one before it, up to and with its own."""
+    """The rows of the dots that connect a column to the one before it, including its own dot."""
     if row > last_row:
         return range(last_row + 1, row + 1)
     if row < last_row:

@@ -1,4 +1,4 @@
-"""How a job stands: its JobDescription, which a backend makes, and what of it is billed."""
+"""The state of a job, as a backend describes it, and what of the job is billed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ RUNNING = STATUSES[:2]
 class JobDescription:
     """The state of a job.
 
-    Moments are in seconds since the epoch. None is what is not known, or not there yet. A list of
-    jobs on SageMaker does not ask S3, so it has no checkpoints; only such a list has their names,
-    owners and summaries.
+    Moments are in seconds since the epoch. None stands for what is unknown, or does not exist yet.
+    A list of jobs on SageMaker does not ask S3, so its descriptions have no checkpoints. But only
+    they have names, owners, and summaries.
     """
 
     job_id: str
@@ -40,8 +40,8 @@ class JobDescription:
     name: str | None = None
     owner: str | None = None  # None for a job on this machine
     summary: str | None = None  # as summary.summary_of says
-    search: str | None = None  # whose runs it makes: it has no model or curve of its own
-    expected: Expected | None = None  # what was forecast for it
+    search: str | None = None  # the search whose runs it makes, without a model of its own
+    expected: Expected | None = None  # the loss that was forecast for it
     page_limit: int | None = None  # bytes that its page may have
     inputs: dict[str, str] = field(default_factory=dict)  # URIs, as TrainingJob.channels has them
     failure_reason: str | None = None
@@ -50,9 +50,9 @@ class JobDescription:
     metrics: dict[str, Any] | None = None  # the newest values of the training curve
     model_uri: str | None = None
     checkpoint_uri: str | None = None  # on SageMaker also None while the job runs
-    checkpoint_step: int | None = None  # of the newest
+    checkpoint_step: int | None = None  # of the newest checkpoint
     message: str | None = None  # the service's message for the present state
-    billable_seconds: int | None = None  # this and what follows: SageMaker only
+    billable_seconds: int | None = None  # this field and the next ones: SageMaker only
     training_seconds: int | None = None
     volume_size: int = 0  # GiB of disk per instance
     keep_alive: int | None = None  # seconds of warm pool requested
@@ -83,29 +83,30 @@ class JobDescription:
 
     @property
     def named(self) -> str:
-        """The id and the name, if it has one, for a message."""
+        """The id, with the name if the job has one, for messages."""
         return f"{self.job_id} ({self.name})" if self.name else self.job_id
 
     @property
     def launched(self) -> tuple[str, float]:
-        """When it was launched, to order jobs, by its id first: one clock wrote those."""
+        """A key to sort jobs by their launch. The time in the id comes first: all ids are from the
+        clock of a launching machine, while `created` is from the backend's."""
         return time_of(self.job_id), self.created
 
     @property
     def is_placed(self) -> bool:
-        """Whether SageMaker has chosen an instance type; before that, a job costs nothing."""
+        """True if SageMaker has chosen an instance type. Before that, a job costs nothing."""
         return len(types_of(self.instance)) == 1
 
     @property
     def state(self) -> str:
-        """The status, and what the service says of it more closely."""
+        """The status, with the more detailed status of the service if that differs."""
         if self.status == self.secondary_status:
             return self.status
         return f"{self.status} ({self.secondary_status})"
 
     @property
     def may_have_pool(self) -> bool:
-        """Whether the job may have had a warm pool whose billed seconds are not known."""
+        """True if the job may have had a warm pool whose billed seconds are not known."""
         had_machines = bool(self.billable_seconds or self.started)
         keeps_machines = self.ended is not None and self.keep_alive is not None
         return had_machines and keeps_machines and self.warm_pool_seconds is None
@@ -114,14 +115,14 @@ class JobDescription:
         logger.info(f"job {self.job_id} is {self.state}: {self.message}")
 
     def has_open_pool(self, now: float) -> bool:
-        """Whether the job may have a warm pool at `now`, in seconds since the epoch."""
+        """True if the job may have a warm pool at `now`, in seconds since the epoch."""
         return self.may_have_pool and now < (self.ended or 0) + (self.keep_alive or 0)
 
     def billed_seconds(self, now: float) -> float:
-        """Billed seconds per instance, so far or in total; `now` is in seconds since the epoch.
+        """The billed seconds of each instance, so far or in total. now: seconds since the epoch.
 
-        What SageMaker has not reported yet is estimated by the clock; a warm pool counts in full.
-        A job that failed by an error of AWS gets no pool, so SageMaker never reports one.
+        What SageMaker has not reported yet is estimated by the clock. A warm pool counts in full. A
+        job that failed by an error of AWS gets no pool, so SageMaker never reports one.
         """
         warm = self.warm_pool_seconds or 0
         if self.may_have_pool and (self.status != "Failed" or self.has_open_pool(now)):
@@ -135,19 +136,19 @@ class JobDescription:
 
 @dataclass(frozen=True)
 class UnreadableJob:
-    """A job whose record is damaged or of another version, and the error that says so."""
+    """A job whose record is damaged or of another version, with the error."""
 
     job_id: str
     error: ServiceError
 
 
 def time_of(job_id: str) -> str:
-    """The start of an id, with the time of its launch."""
+    """The start of an id, up to the time of the launch."""
     return job_id[: len("sm-nanogpt-20261125-000000")]
 
 
 def end_of(job_id: str) -> str:
-    """The end of a job's id, which tells it from others: 79bf20, or 79bf20-3 in a sweep."""
+    """The end of a job's id, which tells it from other ids: 79bf20, or 79bf20-3 in a sweep."""
     return ID_BEGINS.sub("", job_id)
 
 

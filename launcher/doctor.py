@@ -1,7 +1,8 @@
 """Check whether this machine and the AWS account are ready for a job.
 
-Each check is a function. It returns a text if all is well, a Doubt if something may be wrong, or
-another LauncherError if something is. It may also raise these errors.
+Each check is a function that takes a Context and gives an Answer: a text if all is well, a Doubt if
+something may be wrong, or another LauncherError if something is wrong. It returns or raises that
+error.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class Doubt(ServiceError):
     """Something may be wrong, or could not be checked."""
 
 
-Answer = str | LauncherError  # of a check
+Answer = str | LauncherError  # what a check returns or raises
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check: OK, WARNING or FAILURE, with its answer as text."""
+    """The result of a check, which is OK, WARNING, or FAILURE, with its answer as text."""
 
     check: str
     result: str
@@ -54,20 +55,20 @@ class Finding:
 
     @property
     def ends_checks(self) -> bool:
-        """True if it failed and all later checks need what it checked."""
+        """True if the check failed and all later checks need what it checked."""
         return self.result == FAILURE and self.check in ("credentials", "stack")
 
 
 @dataclass
 class Context:
-    """The settings to check, and what earlier checks found.
+    """The settings to check, and the results of earlier checks.
 
-    Without an instance, the quotas of all instances with GPUs are checked, and no price.
+    If instance is '', the quotas of all instances with GPUs are checked, and no price is.
     """
 
     settings: Settings
     instance: str = ""
-    stack: Stack | None = None  # of check_stack
+    stack: Stack | None = None  # the result of check_stack
 
     @cached_property
     def cloud(self) -> SageMakerBackend:
@@ -114,7 +115,7 @@ def check_training(context: Context) -> Answer:
 
 
 def check_sandbox(context: Context) -> Answer:
-    """This machine can confine the code of a training folder."""
+    """Check that this machine can confine the code of a training folder."""
     reachable = unprotected()
     if reachable:
         return Doubt(f"the code of a folder is not kept from {', '.join(reachable)}", "sandbox")
@@ -122,7 +123,7 @@ def check_sandbox(context: Context) -> Answer:
 
 
 def check_credentials(context: Context) -> Answer:
-    """The profile and the region are known, and AWS knows the caller."""
+    """Check that the profile and the region are known, and that AWS knows the caller."""
     caller = context.account.client("sts").get_caller_identity()
     return f"{caller['Arn']}, in {context.account.region}"
 
@@ -150,7 +151,7 @@ def check_role(context: Context) -> Answer:
 
 
 def check_store(context: Context) -> Answer:
-    """The store is in the region of the jobs, and takes and deletes an empty object."""
+    """Check that the store is in the region of the jobs, and takes and deletes an object."""
     store = context.cloud.launch_settings().store
     if not store.startswith("s3://"):
         return InputError(f"SageMaker cannot read {store}", "store-on-s3")
@@ -178,7 +179,7 @@ QUOTA_SUFFIX = " for training job usage"
 
 
 def check_quota(context: Context) -> Answer:
-    """The account's quotas let training jobs use the instance, or else some type with GPUs."""
+    """Check that quotas allow training jobs on the instance; without one, on a type with GPUs."""
     try:
         quotas = training_quotas(context)
     except ServiceError as error:
@@ -196,7 +197,7 @@ def check_quota(context: Context) -> Answer:
 
 
 def training_quotas(context: Context) -> dict[str, float]:
-    """How many instances of each type training jobs may use at a time."""
+    """The number of instances, by type, that training jobs may use at the same time."""
     paginator = context.account.client("service-quotas").get_paginator("list_service_quotas")
     pages = paginator.paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100})
     quotas = {}
@@ -209,7 +210,7 @@ def training_quotas(context: Context) -> dict[str, float]:
 
 
 def usable_gpus(quotas: Mapping[str, float]) -> Answer:
-    """The types with GPUs that training jobs may use, with their numbers."""
+    """List the types with GPUs that training jobs may use, with the numbers of instances."""
     usable = []
     for name, n_instances in sorted(quotas.items()):
         if n_instances >= 1 and looks_like_gpu(name):
@@ -220,7 +221,7 @@ def usable_gpus(quotas: Mapping[str, float]) -> Answer:
 
 
 def uses_aws(settings: Settings, instance: str | None) -> bool:
-    """True if the account is to be checked: for an instance, or where AWS is configured."""
+    """True if the account is to be checked: if AWS has the instance, or is configured."""
     if not instance:
         return settings.reaches_aws
     return backend_class(instance) is SageMakerBackend

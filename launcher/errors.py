@@ -1,7 +1,7 @@
-"""The two kinds of errors: what is wrong, and the facts from which to act on it.
+"""The two kinds of errors. Each has a message and facts, from which the command line makes advice.
 
-A message names arguments as the library does: `max_wait=60`, not the option. Below launcher.cli no
-message names a command or an option; launcher.cli.remedies has those, by code.
+A message names an argument as the library does, `max_wait=60`, and not the option. Below
+launcher.cli, no message names a command or an option. launcher.cli.remedies has those, by code.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
-# Phrases of pydantic's messages, and what stands for them in ours.
+# Phrases of pydantic's messages, and the phrases that replace them.
 PYDANTIC_PHRASES = {
     "Value error, ": "",
     "Input should be": "must be",
@@ -22,17 +22,17 @@ PYDANTIC_PHRASES = {
     "greater than": "more than",
 }
 
-MAX_MESSAGE = 1000  # characters; a user may give a text where a path belongs
+MAX_MESSAGE = 1000  # characters; a user may give a whole text in place of a path
 MAX_VALUE = 200  # characters of a value in a message
 MAX_CHARACTERS_SHOWN = 20
 
 
 class LauncherError(Exception):
-    """What is wrong, in one sentence, with facts to act on, which are attributes: `error.job_id`.
+    """An error whose message is one sentence. Its facts are attributes, such as `error.job_id`.
 
-    code is the key of a remedy in REMEDIES of launcher.cli.remedies; "" means that there is none.
-    field is the argument that is wrong, by its name in Request, Settings or a function, and value
-    is what it was. A message of over MAX_MESSAGE characters is cut in the middle.
+    code is the key of a remedy in REMEDIES of launcher.cli.remedies; "" if there is none. field is
+    the argument that is wrong, by its name in Request, Settings, or a function, and value is its
+    value. A message of over MAX_MESSAGE characters is cut in the middle.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LauncherError(Exception):
 
 @contextmanager
 def about(field: str, value: object = None) -> Iterator[None]:
-    """Set the field and value of a LauncherError that has no field. Its message stays as it is."""
+    """Set the field and value of a LauncherError that has no field. Its message does not change."""
     try:
         yield
     except LauncherError as error:
@@ -80,7 +80,7 @@ def about(field: str, value: object = None) -> Iterator[None]:
 
 
 class InputError(LauncherError):
-    """The user gave something that cannot be used: exit code 2."""
+    """The user gave an argument or a file that cannot be used: exit code 2."""
 
 
 class ServiceError(LauncherError):
@@ -124,7 +124,7 @@ def unknown_characters(name: str, unknown: Iterable[str]) -> InputError:
     name is that of the text.
     """
     unknown = set(unknown)
-    if unknown == {"\r"}:  # a text of Windows, and a model of a text with LF alone
+    if unknown == {"\r"}:  # the text is of Windows, and the model has seen LF alone
         problem = "ends its lines in CRLF, and the model has only seen LF"
         return InputError(f"{name} {problem}", "leave-out-returns")
     return InputError(

@@ -1,7 +1,7 @@
-"""Find jobs on this machine and on SageMaker: which there are, and which one is meant.
+"""List jobs on this machine and on SageMaker, and find the one that a user names.
 
 The caller's jobs are all jobs of this machine, and those on SageMaker whose tag names the caller as
-their owner. Names, parts of ids and `latest` mean these alone; a full id means anyone's job.
+their owner. Names, parts of ids, and `latest` only mean these jobs; a full id means anyone's job.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from sm_nanogpt.launcher.settings import Settings
 logger = logging.getLogger(__name__)
 
 SHORTEST_PART = 4  # characters of an id
-Part = Literal["model", "curve"]  # of a job, for a command that reads it
-Jobs = Iterator[JobDescription]  # the newest first
+Part = Literal["model", "curve"]  # the part of a job that a command reads
+Jobs = Iterator[JobDescription]  # the newest job first
 
 
 def not_asked(settings: Settings) -> str:
-    """The end of a message about jobs: which backends were not asked, and why; or ''."""
+    """The end of a message about jobs, which says which backends were not asked, and why; or ''."""
     notes = ""
     for backend in all_backends():
         reason = backend.why_not_configured(settings)
@@ -45,9 +45,9 @@ def not_asked(settings: Settings) -> str:
 
 
 class Listing:
-    """The caller's jobs, or everyone's, newest first; a backend reads them as they are asked for.
+    """The caller's jobs, or everyone's, newest first. Backends are asked while they are iterated.
 
-    unreadable and failure say what is missing among those that were asked for.
+    unreadable and failure say what is missing among the jobs that were iterated.
     """
 
     def __init__(self, settings: Settings, everyone: bool = False, name: str | None = None) -> None:
@@ -62,7 +62,7 @@ class Listing:
         return self.read(self.backends)
 
     def nearby(self) -> Jobs:
-        """The jobs of this machine alone, for which no network is needed."""
+        """The jobs of this machine, without those that need a network."""
         return self.read(without_network(self.backends))
 
     def read(self, backends: list[type[Backend]]) -> Jobs:
@@ -127,10 +127,10 @@ def missing_job(job_id: str, searched: Sequence[str], settings: Settings) -> Mis
 
 
 def similar_jobs(reference: str, settings: Settings) -> str:
-    """Return `did you mean A or B?` with jobs that are like a reference to none, or ''.
+    """Return `did you mean A or B?` with jobs whose ids or names are like a reference, or ''.
 
-    Compared are the jobs of this machine, and those that were launched from here; no network is
-    asked.
+    The jobs of this machine, and those that were launched from here, are compared. This needs no
+    network.
     """
     jobs = list(Listing(settings).nearby())
     job_ids = {job.job_id for job in jobs} | set(remote_launches(settings))
@@ -139,9 +139,9 @@ def similar_jobs(reference: str, settings: Settings) -> str:
 
 
 def similar_to(reference: str, ids: Collection[str], names: Collection[str]) -> str:
-    """Return `did you mean A or B?` with the ids of jobs or sweeps, their ends, or names that are
-    like a reference; or ''. `latest` is a name where there are ids."""
-    if reference.startswith("sm-nanogpt-"):  # most of an id is like that of any other
+    """Return `did you mean A or B?` with the ids, ends of ids, or names that are like a reference,
+    or ''. `latest` counts as a name if there are ids."""
+    if reference.startswith("sm-nanogpt-"):  # all ids are alike for the most part
         return did_you_mean(reference, sorted(ids), cutoff=0.9)
     ends = {end_of(id) for id in ids}
     latest = {"latest"} if ids else set()
@@ -155,13 +155,18 @@ def full_id(
     acts: bool = False,
     reads: Part | None = None,
 ) -> str:
-    """The full id of a job, from its id, its name, a part of its id, or `latest`.
+    """Return the full id of the job that a reference means: an id, a name, a part of an id, or
+    `latest`.
 
-    A part is the start, the end or the time of an id. Only a full id may be that of somebody else's
-    job. acts: the job will be changed. It is named first, and SageMaker is always asked. reads: the
-    part of the job that will be read, so `latest` is the newest job that has one, and a path of a
-    model may stand for it. A path, and a reference to no job, is returned unchanged. Raises
-    InputError if several jobs match, and ServiceError if another job than that found may be meant.
+    A part is the start, the end, or the time of an id. Only a full id may mean somebody else's job.
+    A path, and a reference to no job, are returned unchanged.
+
+    acts: the job will be changed, so the log names it first, and SageMaker is always asked. reads:
+    the part of the job that will be read. `latest` is then the newest job that has this part, and a
+    path may stand for the model of a job.
+
+    Raises InputError if several jobs match, and ServiceError if the reference may mean another job,
+    which could not be listed.
     """
     if FULL_ID.fullmatch(reference) or not WORD.fullmatch(reference):
         return reference
@@ -174,7 +179,7 @@ def full_id(
     job = resolve(reference, listing, lacks, acts)
     is_latest = reference == "latest"
     for unreadable in listing.unreadable:
-        if is_latest and (acts or job is None):  # it may be the one
+        if is_latest and (acts or job is None):  # it may be the latest job
             raise unreadable.error
         logger.info(f"job {unreadable.job_id} is left out: {unreadable.error}")
     if listing.failure is not None:
@@ -195,14 +200,14 @@ def full_id(
     return job.job_id
 
 
-Lack = Callable[[JobDescription], str]  # why `latest` passes over a job, or ''
+Lack = Callable[[JobDescription], str]  # says why `latest` does not mean a job, or ''
 
 
 def lack_of(job: JobDescription, reads: Part | None, settings: Settings) -> str:
     """Why a job does not have the part that a command reads, or ''."""
     if reads is None:
         return ""
-    if job.search:  # its models and curves are those of the search
+    if job.search:  # its models and curves belong to the search
         return f"makes the runs of search {job.search}"
     if reads == "model" and not has_model(job, settings):
         return f"is {job.state} and has no model"
@@ -210,10 +215,10 @@ def lack_of(job: JobDescription, reads: Part | None, settings: Settings) -> str:
 
 
 def resolve(reference: str, listing: Listing, lacks: Lack, acts: bool) -> JobDescription | None:
-    """The job that a reference means, if there is one.
+    """The job that a reference means; None if there is none.
 
-    A command that changes no job asks remote backends only where this machine has no such job, as
-    long as it has launched none there.
+    If this machine has the job, a command that changes no job does not ask remote backends, unless
+    jobs were launched there from here.
     """
     if not acts and not remote_launches(listing.settings):
         job = choose_job(reference, listing.nearby(), lacks)
@@ -227,13 +232,13 @@ def resolve(reference: str, listing: Listing, lacks: Lack, acts: bool) -> JobDes
 
 
 def is_nearby_id(reference: str, settings: Settings) -> bool:
-    """True if a job that needs no network to be found has this id."""
+    """True if a reference is the id of a job that can be found without a network."""
     nearby = without_network(configured_backends(settings))
     return any(backend(settings).describe(reference) is not None for backend in nearby)
 
 
 def without_network(backends: Iterable[type[Backend]]) -> list[type[Backend]]:
-    """Those of some backends that need no network."""
+    """The backends, of these, that need no network."""
     return [backend for backend in backends if not backend.is_remote]
 
 
@@ -246,7 +251,7 @@ def remote_launches(settings: Settings) -> list[str]:
 
 
 def choose_job(reference: str, jobs: Jobs, lacks: Lack) -> JobDescription | None:
-    """The job among these that a reference means. Raises InputError if there are several."""
+    """Choose the one of these jobs that a reference means. Raises InputError if several match."""
     if reference == "latest":
         return newest(jobs, lacks)
     every = list(jobs)
@@ -259,7 +264,10 @@ def choose_job(reference: str, jobs: Jobs, lacks: Lack) -> JobDescription | None
 
 
 def ambiguous(reference: str, matches: Sequence[str], kind: str, part: str) -> InputError:
-    """The error for a reference to several jobs or uploads, with the first of them."""
+    """The error for a reference that several jobs or uploads match.
+
+    kind is what they are, such as `jobs`, and part is what to give more of: `id` or `name`.
+    """
     shown = ", ".join(matches[:3])
     if len(matches) > 3:
         shown += " and more"
@@ -269,7 +277,7 @@ def ambiguous(reference: str, matches: Sequence[str], kind: str, part: str) -> I
 
 
 def is_part(text: str, job_id: str) -> bool:
-    """True if a text is the start, the end or the time of a job's id, and long enough for one."""
+    """True if a text is the start, the end, or the time of a job's id, and is long enough."""
     if len(text) < SHORTEST_PART:
         return False
     match = FULL_ID.fullmatch(job_id)
@@ -279,7 +287,7 @@ def is_part(text: str, job_id: str) -> bool:
 
 
 def newest(jobs: Jobs, lacks: Lack) -> JobDescription | None:
-    """The first of these jobs that lacks nothing; where there is none, the first."""
+    """The first of these jobs that lacks nothing; if there is none, the first job."""
     first = None
     problem = ""
     for job in jobs:
@@ -294,7 +302,7 @@ def newest(jobs: Jobs, lacks: Lack) -> JobDescription | None:
 
 
 def has_model(job: JobDescription, settings: Settings) -> bool:
-    """True if a listed job ended with a model, or was stopped and left a checkpoint."""
+    """True if a job ended with a model, or was stopped and left a checkpoint."""
     backend = backend_for(job.instance, settings)
     if job.status == "Stopped" and backend.is_remote:  # its lists do not have checkpoints
         job = backend.describe(job.job_id) or job
@@ -302,7 +310,7 @@ def has_model(job: JobDescription, settings: Settings) -> bool:
 
 
 def is_certain(reference: str, job: JobDescription, settings: Settings, acts: bool) -> bool:
-    """True if a job of this machine is meant, although a remote backend does not answer."""
+    """True if a reference surely means a job of this machine, although a backend gave no answer."""
     if backend_class(job.instance).is_remote:
         return False
     launched = remote_launches(settings)

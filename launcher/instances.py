@@ -1,4 +1,4 @@
-"""SageMaker's instance types: the table of their families, and questions that it answers.
+"""SageMaker's instance types: a table of their families, and functions that read it.
 
 boto3 knows the names of the types, and the table may have newer ones. A training type that only
 boto3 knows has no GPU.
@@ -19,8 +19,8 @@ from sm_nanogpt.launcher.limits import instance_types
 class Gpu:
     """A kind of GPU.
 
-    teraflops are 10**12 dense 16-bit operations per second by NVIDIA's data sheet; None: they were
-    not looked up.
+    teraflops is the number of 10**12 dense 16-bit operations per second in NVIDIA's data sheet. It
+    is None if it was not looked up.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Price:
-    """per_hour is in USD per instance; source says where the price comes from, and its date."""
+    """A price of an instance type. per_hour is in USD for one instance; source has its date."""
 
     per_hour: float
     source: str
@@ -38,11 +38,11 @@ class Price:
 
 @dataclass(frozen=True)
 class Family:
-    """The instance types `ml.NAME.SIZE`.
+    """The instance types `ml.NAME.SIZE` of a family, by their sizes.
 
-    Where a family has local disks, SageMaker adds no volume: it ignores the volume size of a
-    request and refuses a key. prices are those of AWS's price list, as far as they were looked up:
-    USD per hour in us-east-1 by size, in the month of `priced`.
+    If a family has local disks, SageMaker adds no volume: it ignores the volume size of a request
+    and refuses a key. prices has the prices that were looked up in AWS's price list, in the month
+    `priced`: USD per hour in us-east-1.
     """
 
     gpu: Gpu | None = None
@@ -133,8 +133,8 @@ FAMILIES = {
 }
 GPUS = [family.gpu for family in FAMILIES.values() if family.gpu is not None]
 
-# Of a family that is not in the table: in EC2's names, a d after the generation means local disks,
-# and newer GPU families have them too.
+# Names of families with local disks, for a family that is not in the table: EC2 puts a d after the
+# generation. Newer GPU families also have such disks.
 NAMES_LOCAL_DISKS = re.compile(r"[a-z]+\d[a-z]*d[a-z]*|g\d[a-z]*|p[4-9][a-z0-9-]*")
 
 # Instance types that AWS's training images do not run on, and why.
@@ -145,7 +145,7 @@ UNSUITABLE = {
 }
 
 
-# -- questions -------------------------------------------------------------------------------------
+# -- reading the tables ----------------------------------------------------------------------------
 
 
 def types_of(instance: str) -> tuple[str, ...]:
@@ -168,7 +168,7 @@ def family_and_size(name: str) -> tuple[str, str]:
 
 
 def family_of(name: str) -> Family | None:
-    """The family of an instance type, if it is in the table."""
+    """The family of an instance type; None if the table does not have it."""
     return FAMILIES.get(family_and_size(name)[0])
 
 
@@ -187,7 +187,8 @@ def count_gpus(name: str) -> int | None:
 
 
 def assume_gpus(name: str) -> int:
-    """The number of GPUs of an instance type; 8 if the type is unknown and looks like a GPU's."""
+    """The number of GPUs of an instance type. An unknown type counts as 8 if its name has a GPU's
+    form."""
     n_gpus = count_gpus(name)
     if n_gpus is not None:
         return n_gpus
@@ -195,7 +196,7 @@ def assume_gpus(name: str) -> int:
 
 
 def offline_price(name: str) -> Price | None:
-    """The price of an instance type in us-east-1 by the table, if it has one."""
+    """The price of an instance type in us-east-1, from the table; None if it has none."""
     family = family_of(name)
     if family is None:
         return None
@@ -204,7 +205,7 @@ def offline_price(name: str) -> Price | None:
 
 
 def has_local_disks(name: str) -> bool:
-    """True if an instance type has disks of its own, as most GPU families do."""
+    """True if an instance type has local disks, as most GPU families do."""
     family = family_of(name)
     if family is not None:
         return family.has_local_disks
@@ -213,12 +214,12 @@ def has_local_disks(name: str) -> bool:
 
 
 def looks_like_gpu(name: str) -> bool:
-    """True if a type belongs to a GPU family, known or not: AWS names them g and p."""
+    """True if the name of a type is that of a GPU family, which begins with g or p."""
     return re.match(r"ml\.[gp]\d", name) is not None
 
 
 def describe_instance(name: str) -> str:
-    """The GPUs of an instance type, or why it may not be one."""
+    """Describe the GPUs of an instance type, or say that the type is unknown."""
     n_gpus = count_gpus(name)
     gpu = gpu_of(name)
     if n_gpus is None:
@@ -230,10 +231,10 @@ def describe_instance(name: str) -> str:
 
 
 def instance_problem(names: Sequence[str]) -> str:
-    """Why a job cannot run on one of these types, as SageMaker chooses, or ''.
+    """Why a job cannot run on these types, of which SageMaker chooses one; or ''.
 
     A type may be newer than boto3 and the table. AWS adds families more often than sizes, so an
-    unknown size is a typo.
+    unknown size counts as a typo.
     """
     if LOCAL in names:
         return f"{LOCAL} cannot be combined with other types"
@@ -250,7 +251,7 @@ def instance_problem(names: Sequence[str]) -> str:
 
 
 def unknown_instance(name: str) -> str:
-    """Say that a name is no instance, with the closest name."""
+    """The problem of a name that is no instance, with the name that is closest to it."""
     full_name = f"ml.{name.removeprefix('ml.')}"
     suggestion = did_you_mean(name, [LOCAL])
     if not suggestion:

@@ -1,4 +1,4 @@
-"""A job as validated data: Request says what a user asks for, and TrainingJob what runs."""
+"""A job as validated data: a Request is what a user asks for, and a TrainingJob is what runs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ DAY = 86_400  # seconds; the longest run if a cost ceiling sets the limit
 
 SEARCH_VARIABLE = "NANOGPT_SEARCH"  # names the search whose runs a job makes, in its environment
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
-# As launch.new_job_id makes it, with the numbers of a sweep's jobs.
+# An id of launch.new_job_id, which may be followed by the numbers of a sweep's job.
 FULL_ID = re.compile(r"sm-nanogpt-(\d{8}-\d{6})-[0-9a-f]{6}(-\d+(-try\d+)?)?")
-WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # for a job
+WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # may name a job
 NAME = re.compile(rf"(?!latest$|sm-nanogpt-){WORD.pattern}")
 LONGEST_RUN = 2_419_200  # seconds: 28 days; SageMaker lets no job run longer
 LONGEST_POOL = 3600  # seconds; the API takes more, and AWS's guide says that this is the limit
@@ -35,9 +35,10 @@ Positive = Annotated[Number, Field(gt=0)]
 
 
 class Expected(Document):
-    """The loss that is forecast for a run, in nats per token; its 80 % interval is low to high.
+    """The loss that is forecast for a run, in nats per token, with its 80 % interval from low to
+    high.
 
-    If a pilot was that run, its loss was measured, and the interval is that of other seeds.
+    measured: a pilot was this run, so the loss is measured, and the interval is for other seeds.
     """
 
     loss: Positive
@@ -68,34 +69,35 @@ class TrainingRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str | None = None  # unique among the caller's jobs; works wherever an id does
-    instance: str | None = None  # LOCAL or SageMaker types; None only with `resume`: as before
+    name: str | None = None  # unique among the caller's jobs; can be used in place of an id
+    instance: str | None = None  # LOCAL or SageMaker types; None: that of the resumed job
     instance_count: Instances | None = None
     processes_per_instance: Processes | None = None
     data: str | None = None  # URI or path; None: the last upload
     validation: str | None = None
     preset: str | None = None
     size: Annotated[float, Field(ge=0.25, le=16)] | None = None  # in place of a preset
-    fit: Bytes | None = None  # in place of a size: what the model's page may have
+    fit: Bytes | None = None  # in place of a size: the limit of the model's page
     hyperparameters: dict[Hyperparameter, Scalar] = Field(default_factory=dict)
     entry_point: Path | None = None  # training folder; None: that of this package
     init_from: str | None = None  # model to start from: job id, directory or URI
-    teacher: str | None = None  # model to learn from, beside the text
+    teacher: str | None = None  # model to learn from, in addition to the text
     resume: str | None = None  # id of the job whose checkpoints to continue from
 
     @property
     def has_open_size(self) -> bool:
-        """True if a launch is to choose the size: by the text, or by the bytes of a page."""
+        """True if a launch has to choose the size, by the text or by the bytes of a page."""
         return self.preset == "auto" or self.fit is not None
 
 
 class Request(TrainingRequest):
     """What a user asks for: what to train, on which text, and where.
 
-    None is a field that is left out, which `launch` chooses. hyperparameters override the preset.
-    `config()` validates both with the training folder's own Config, so that a launch and the
-    container report the same errors. The fields of this class itself are for SageMaker only; times
-    are in seconds. Raises InputError if a field is invalid, or the backend would refuse the job.
+    None stands for a field that is left out, which `launch` chooses. hyperparameters override the
+    preset. `config()` validates both with the training folder's own Config, so that a launch and
+    the container report the same errors. The fields that this class adds are for SageMaker only.
+    Times are in seconds. Raises InputError if a field is invalid, or the backend would refuse the
+    job.
     """
 
     launcher: Launcher | None = None
@@ -117,7 +119,7 @@ class Request(TrainingRequest):
     encrypt_traffic: bool | None = None  # between hosts
 
     _inherited: frozenset[str] = PrivateAttr(default=frozenset())  # fields of the resumed job
-    _source: Source | None = PrivateAttr(default=None)  # once a launch has read it
+    _source: Source | None = PrivateAttr(default=None)  # None until a launch has read it
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -128,7 +130,7 @@ class Request(TrainingRequest):
             raise InputError(problem, field=name, value=value)
 
     def _problems(self) -> Iterator[tuple[str, object, str]]:
-        """Yield the fields that do not go together, with their values, and why."""
+        """Yield fields that cannot be combined, or are invalid, with their values, and why."""
         if not (self.instances or self.resume):
             yield "instance", None, "must be given: local, or a type such as ml.g5.12xlarge"
         yield from backend_class(self.instance or "").problems(self)
@@ -148,7 +150,7 @@ class Request(TrainingRequest):
             yield "name", self.name, f"must be {characters}, {rule}"
 
     def explicit_fields(self) -> dict[str, Any]:
-        """The fields that are not left out."""
+        """The fields that were given a value, with their values."""
         fields = {}
         for name in self.model_fields_set:
             value = getattr(self, name)
@@ -157,7 +159,7 @@ class Request(TrainingRequest):
         return fields
 
     def replaced(self, **values: Any) -> Self:
-        """The same with other values, validated together."""
+        """The same request with other values, which are validated together."""
         new = type(self)(**{**self.explicit_fields(), **values})
         new._inherited = self._inherited
         new._source = self._source
@@ -171,14 +173,14 @@ class Request(TrainingRequest):
         return types_of(self.instance)
 
     def origin(self, name: str) -> str:
-        """A suffix for messages: which job a field was taken over from."""
+        """The job from which a field was taken over, as a suffix for messages; or ''."""
         if name not in self._inherited:
             return ""
         return f" of job {self.resume}"
 
     @property
     def source(self) -> Source:
-        """The training folder, as a launch has read it, else as it is now."""
+        """The training folder, as a launch has read it; before a launch, as it is now."""
         if self._source is not None:
             return self._source
         if self.entry_point is None:
@@ -196,7 +198,7 @@ class Request(TrainingRequest):
     def explicit_hyperparameters(self, base: Mapping[str, Scalar] | None = None) -> dict[str, Any]:
         """The hyperparameters that the preset or the user sets.
 
-        base: every field of the Config, in place of its defaults.
+        base: a value for every field of the Config, in place of the defaults.
         """
         config = self.config(1, base)
         names = []
@@ -208,7 +210,11 @@ class Request(TrainingRequest):
         return {name: getattr(config, name) for name in names}
 
     def config(self, world_size: int, base: Mapping[str, Scalar] | None = None) -> Any:
-        """The script's Config, which the source keeps; base replaces the defaults."""
+        """The Config of the training folder, which `source` caches.
+
+        world_size: the number of processes that have to be able to share a batch. base: a value for
+        every field, in place of the defaults.
+        """
         source = self.source
         base = base and dict(base)
         key = json.dumps([self.preset, self.hyperparameters, base])
@@ -232,7 +238,7 @@ class Request(TrainingRequest):
 
 
 def field_error(error: ValidationError, values: Mapping[str, Any]) -> InputError:
-    """The error for the first field that pydantic refused; values are those of all fields."""
+    """The error for the first field that pydantic refused. values has the values of all fields."""
     details = error.errors()[0]
     name, *inner = map(str, details["loc"])
     problem = must_be(details["msg"])
@@ -245,7 +251,7 @@ def field_error(error: ValidationError, values: Mapping[str, Any]) -> InputError
     if name != "hyperparameters" or not inner:
         return InputError(problem, field=name, value=value)
 
-    if len(inner) > 1:  # the second is one of the kinds that a value may have
+    if len(inner) > 1:  # inner[1] is one of the types that a value may have
         problem = "must be a finite number, a text, or True or False"
     refusal = InputError(f"{inner[0]}={value!r}: {problem}")
     refusal.field = name
@@ -254,7 +260,7 @@ def field_error(error: ValidationError, values: Mapping[str, Any]) -> InputError
 
 
 class TrainingJob(Request):
-    """What runs: a Request with every choice made, as job.json keeps it."""
+    """What runs: a Request in which every choice is made. job.json keeps it."""
 
     instance: str = LOCAL
     instance_count: Instances = 1
@@ -264,12 +270,12 @@ class TrainingJob(Request):
     pytorch_version: str = DEFAULT_VERSION
     affordable_run: Annotated[int, Field(ge=60)] | None = None  # seconds, by the cost ceiling
     worst_cost: float | None = None  # USD; None: no known price
-    # USD of the jobs that this one resumes, when it was submitted; they may be deleted since.
+    # What the jobs that this one resumes had cost when it was submitted, in USD.
     earlier_cost: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    base: str | None = None  # the model of init_from, as people call it: a job's id, or a name
+    base: str | None = None  # what people call the model of init_from: a job's id, or a name
     summary: str = ""  # as summary.summary_of says
-    expected: Expected | None = None  # what was forecast for it
-    page_limit: Bytes | None = None  # what its page may have, as `fit` asked
+    expected: Expected | None = None  # the loss that was forecast for it
+    page_limit: Bytes | None = None  # the limit of its page, from `fit`
     spot: bool = False
     volume_size: Gibibytes = 50
     input_mode: InputMode = "File"
@@ -289,14 +295,14 @@ class TrainingJob(Request):
 
     @property
     def time_limit(self) -> int:
-        """Seconds that the job may run: the smallest of its limits."""
+        """The seconds that the job may run, by the smallest of its limits."""
         default = DAY if self.max_cost else DEFAULT_RUN_SECONDS
         limits = (self.max_run or default, self.affordable_run, self.max_wait)
         return min(seconds for seconds in limits if seconds)
 
     @property
     def wait_limit(self) -> int:
-        """Seconds that a spot job may take, with its interruptions."""
+        """The seconds that a spot job may take, including its interruptions."""
         return self.max_wait or min(2 * self.time_limit, LONGEST_RUN)
 
 
@@ -308,6 +314,6 @@ def unknown_preset(name: str, presets: Sequence[str]) -> InputError:
     return InputError(problem, field="preset", value=name)
 
 
-# What a backend other than SageMaker records of a job.
+# The fields that a backend other than SageMaker records of a job.
 RECORDED_FIELDS = ("source_sha256", "base", "summary", "expected", "page_limit")
 COMMON_FIELDS = {*TrainingRequest.model_fields, *RECORDED_FIELDS}

@@ -1,4 +1,4 @@
-"""What Python users call, and the Job that they hold."""
+"""The functions that Python users call, and the Job that they get."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 class Job(TrackedJob):
     """A job, by its full id, on this machine or on SageMaker, while it runs and afterwards.
 
-    `name`, `status`, `cost` and `url` ask anew until the job has ended; `describe` always does.
-    All raise ServiceError, or one of its kinds, where the job is gone or a service fails.
+    `name`, `status`, `cost`, and `url` ask the backend until the job has ended; `describe` always
+    does. All raise ServiceError, or one of its subclasses, if the job is gone or a service fails.
     """
 
     _last: JobDescription | None = field(default=None, repr=False, compare=False)
@@ -60,7 +60,8 @@ class Job(TrackedJob):
 
     @property
     def _description(self) -> JobDescription:
-        """The state of the job: the last one, if it can change no more, else the state now."""
+        """The state of the job: the last known one, if it cannot change any more, else the state
+        now."""
         last = self._last
         if last is None or last.is_running or last.has_open_pool(time.time()):
             return self.describe()
@@ -83,7 +84,7 @@ class Job(TrackedJob):
 
     @property
     def forecast(self) -> Expected | None:
-        """The loss that was forecast for it before it was launched; None if none was."""
+        """The loss that was forecast for the job before its launch; None without a forecast."""
         return self._description.expected
 
     @property
@@ -106,8 +107,8 @@ class Job(TrackedJob):
     def metrics(self) -> Any:
         """The curve so far: a pandas DataFrame, or a list of dicts if pandas is not installed.
 
-        Losses are in nats per token, `time` is in seconds since the epoch. Not each row has each
-        value: it is NaN in the DataFrame, and missing in the dict.
+        Losses are in nats per token, and `time` is in seconds since the epoch. A value that a row
+        does not have is NaN in the DataFrame, and missing in the dict.
         """
         rows = self.curve().rows
         try:
@@ -120,10 +121,10 @@ class Job(TrackedJob):
         return DataFrame(rows, columns=list(dict.fromkeys(names)))
 
     def model(self, entry_point: str | Path | None = None) -> Path:
-        """The directory of the model, which is downloaded unless it is here, and checked.
+        """Download the model, unless it is here, check it, and return its directory.
 
-        For a job that failed or was stopped, the model is that of its newest checkpoint.
-        entry_point names the folder that trained it, if its launch kept none here.
+        For a job that failed or was stopped, it is the model of the newest checkpoint. entry_point
+        is the folder that trained it, if the launch of the job kept none on this machine.
         """
         return fetch.fetch_model(self.id, self.settings, path_or_none(entry_point))
 
@@ -134,9 +135,9 @@ class Job(TrackedJob):
         return load_model(self.model(), self.settings)
 
     def sample(self, prompt: str | None = None, max_new_tokens: int = 500, **sampling: Any) -> str:
-        """A text that starts with the prompt; sampling is as for stream_samples.
+        """Sample a text that starts with the prompt. sampling is as for stream_samples.
 
-        A model that has learned from conversations answers the prompt; the text is its answer.
+        If the model has learned from conversations, the text is its answer to the prompt.
         """
         text = self._answer(prompt, max_new_tokens=max_new_tokens, **sampling)
         _, tokenizer = self._loaded
@@ -145,7 +146,7 @@ class Job(TrackedJob):
         return prompt + text
 
     def chat(self, messages: Sequence[Mapping[str, str]], **sampling: Any) -> str:
-        """The answer to a conversation: [{"role": "user", "content": "Hello"}, ...].
+        """Answer a conversation, such as [{"role": "user", "content": "Hello"}].
 
         Raises InputError if the model has not learned from conversations, or a message lacks its
         role or content.
@@ -167,11 +168,11 @@ class Job(TrackedJob):
         find: str | Path | None = None,
         me: str = "",
     ) -> Evaluation:
-        """What the model is worth on texts, which are as for `upload_data`, or uploads.
+        """Evaluate the model on texts, which are paths or URIs as for `upload_data`, or uploads.
 
-        questions and find name the files of `--questions` and `--find`. me is the person whose
-        messages are the answers, in chats between people. Raises InputError if it
-        cannot read them, and ServiceError if the model looks ahead.
+        questions and find are the files of `--questions` and `--find`. me is the person whose
+        messages are the answers, in chats between people. Raises InputError if a file cannot be
+        read, and ServiceError if the model looks ahead.
         """
         from sm_nanogpt.launcher.judge.evaluate import evaluate
         from sm_nanogpt.launcher.judge.texts import read_texts
@@ -240,7 +241,7 @@ class Job(TrackedJob):
         self._last = None
 
     def resume(self, *, confirmed: bool = False, **changes: Any) -> Job:
-        """Launch a job that continues from this one's checkpoint. changes: fields of Request."""
+        """Launch a job that continues from this job's checkpoint. changes: fields of Request."""
         return launch(Request(resume=self.id, **changes), self.settings, confirmed)
 
     def _repr_html_(self) -> str:

@@ -1,6 +1,7 @@
-"""The limits of SageMaker's API, by boto3's model of it: lengths, counts, ranges and characters.
+"""Check values against the limits of SageMaker's API: lengths, counts, ranges, and characters.
 
-boto3 itself checks only that a request has the right types, so AWS would refuse the rest later.
+boto3 has these limits in its model of the API. It only checks the types of a request itself, so AWS
+would refuse the request later.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ Shape = Mapping[str, Any]  # a type of the API, as botocore's JSON file describe
 class Violation:
     """A value that SageMaker would refuse, and why."""
 
-    path: tuple[str | int, ...]  # to the value: names of members, keys, and positions in lists
+    path: tuple[str | int, ...]  # of the value: names of members, keys, and indices of lists
     value: object
     problem: str
 
     @property
     def short_value(self) -> str | None:
-        """The value for a message, cut if it is long; None if it is a list or the like."""
+        """The value for a message, cut if it is long; None if it is neither a text nor a number."""
         if not isinstance(self.value, str | int):
             return None
         text = str(self.value)
@@ -56,10 +57,10 @@ def instance_types() -> Sequence[str]:
 def violations(
     value: Any, shape: str | Shape, path: tuple[str | int, ...] = ()
 ) -> Iterator[Violation]:
-    """Yield what SageMaker would refuse in a value of this shape: the value, and then its parts.
+    """Yield what SageMaker would refuse in a value of this shape: first the value, then its parts.
 
-    A shape may be given by its name. Enumerations are not checked: boto3 may be older than an
-    instance type.
+    shape may be the name of a shape. path is that of the value. Enumerations are not checked, since
+    boto3 may be older than an instance type.
     """
     if isinstance(shape, str):
         shape = shapes()[shape]
@@ -80,7 +81,7 @@ def violations(
 
 
 def limit_problem(value: Any, shape: Shape) -> str:
-    """Why a value does not fit its own shape, apart from its parts; '' if it fits."""
+    """Why a value, without its parts, does not fit its shape; '' if it fits."""
     match shape["type"]:
         case "integer" | "long":
             return range_problem(value, f"is {value:,}", shape)

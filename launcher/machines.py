@@ -20,12 +20,12 @@ SAMPLE_SECONDS = 0.25
 
 
 def cpu_processes(config: Config) -> int:
-    """The number of processes that train fastest on this machine's CPU.
+    """The number of processes with which this machine's CPU trains fastest.
 
-    Threads wait for each other at every operation, processes once in a step, but for all
-    gradients. On two quiet cores a step of 10**9 operations is faster by a third with two threads
-    than with two processes, one of 10**10 by a tenth, and one of 10**12 no more; on busy ones
-    threads lose most, as each waits for the slowest.
+    Threads wait for each other at every operation. Processes wait once in a step, and then exchange
+    all gradients. On two quiet cores, two threads are faster than two processes by a third in a
+    step of 10**9 operations, by a tenth in one of 10**10, and not at all in one of 10**12. On busy
+    cores, threads lose most, since each waits for the slowest.
     """
     operations = 6 * config.matrix_parameters * config.batch_size * config.block_size
     if operations < 3e11:
@@ -39,8 +39,8 @@ def cpu_processes(config: Config) -> int:
 
 
 def chosen_threads() -> int:
-    """The threads of a process by OMP_NUM_THREADS; 1 without it."""
-    # It has a number for each level of nesting.
+    """The threads of a process, by OMP_NUM_THREADS; 1 if that is not set."""
+    # The variable may have a number for each level of nesting.
     match = re.match(r"\s*([1-9]\d*)", os.environ.get("OMP_NUM_THREADS", ""))
     return int(match[1]) if match else 1
 
@@ -48,8 +48,8 @@ def chosen_threads() -> int:
 def is_busy() -> bool:
     """True if other programs use over a quarter of the cores that a job may use.
 
-    On Linux, this measures a quarter of a second, in which this program waits. Elsewhere, the mean
-    load of the last minute decides, in which this program's own runs count too.
+    On Linux, this program waits a quarter of a second, and measures. On other systems, the mean
+    load of the last minute decides, which includes this program's own runs.
     """
     start_seconds = busy_seconds()
     if start_seconds is None:
@@ -64,7 +64,7 @@ def is_busy() -> bool:
 def busy_seconds() -> float | None:
     """The seconds that the CPUs of this process have computed since the start of the system.
 
-    All programs count. None where the system does not count them.
+    All programs count. None if the system does not measure it.
 
     https://docs.kernel.org/filesystems/proc.html#miscellaneous-kernel-statistics-in-proc-stat
     """

@@ -118,7 +118,7 @@ class Source:
             return importlib.import_module(f"{package}.{name}")
 
     def known_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of these hyperparameters that the folder's Config has."""
+        """The hyperparameters, of these, that the folder's Config has."""
         names = {field.name for field in dataclasses.fields(self.module("config").Config)}
         return {name: value for name, value in hyperparameters.items() if name in names}
 
@@ -146,9 +146,10 @@ class Source:
                 raise InputError(f"{self.directory}: {problem} {min(missing)}", "copy-folder")
 
     def refusal(self, error: BaseException) -> InputError:
-        """Turn an error of the folder's code into one for the user.
+        """Turn an error of the folder's code into an InputError.
 
-        A TrainingError, which it raises on purpose, keeps its message. Another gets its line.
+        A TrainingError, which the code raises on purpose, keeps its message. The message of another
+        error gets the line of the code before it.
         """
         class_names = [kind.__name__ for kind in type(error).__mro__]
         if "TrainingError" in class_names:
@@ -161,7 +162,7 @@ class Source:
         return InputError(f"{location}: {type(error).__name__}: {message}")
 
     def last_line_of(self, error: BaseException) -> str:
-        """The last line of the folder that ran before an error, or the folder if there is none."""
+        """The last line of the folder that ran before an error; the folder if there is none."""
         location = str(self.directory)
         for frame in traceback.extract_tb(error.__traceback__):
             if Path(frame.filename).parent == self.directory:
@@ -172,7 +173,7 @@ class Source:
 class Importer(SourceLoader):
     """Imports the modules of a folder as a package of its own.
 
-    It reads them from memory, so that the code which runs is the code that was hashed.
+    The modules are read from memory, so that the code which runs is the code that was hashed.
     """
 
     def __init__(self, package: str, source: Source) -> None:
@@ -185,7 +186,7 @@ class Importer(SourceLoader):
             return None
         spec = importlib.util.spec_from_loader(name, self, is_package=not file)
         if spec is not None and not file:
-            spec.submodule_search_locations = []  # else Python would find the files on the disk
+            spec.submodule_search_locations = []  # so that Python does not read files of the disk
         return spec
 
     def get_filename(self, fullname: str) -> str:
@@ -197,12 +198,13 @@ class Importer(SourceLoader):
 
 
 def package_of(finder: object) -> str:
-    """The package that an Importer imports; '' for other finders of Python."""
+    """The package that an Importer imports; '' for any other finder of Python."""
     return finder.package if isinstance(finder, Importer) else ""
 
 
 def keep_source(source: Source, settings: Settings) -> Path:
-    """Keep a folder below the home, for the models that it trains. Raises OSError."""
+    """Write a folder below the home, so that the models that it trains can be loaded. Raises
+    OSError."""
     directory = settings.home / "sources" / source.sha256
     source.write(directory)
     return directory

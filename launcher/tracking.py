@@ -1,4 +1,4 @@
-"""A job by its id, wherever it runs: describe, price, follow, stop, wait for and delete it."""
+"""Describe, price, follow, stop, wait for, and delete a job by its id, wherever it runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class JobFiles:
 
     @property
     def size(self) -> int:
-        """The bytes of all."""
+        """The bytes of all files."""
         return sum(sum(files.values()) for files in self.sizes.values())
 
 
@@ -49,17 +49,17 @@ class TrackedJob:
         return self.id
 
     def find(self, attempts: int | None = None) -> tuple[Backend, JobDescription]:
-        """The backend that knows the job, and its description; attempts as for `finding.find`."""
+        """The backend that knows the job, and its description. attempts: as for `finding.find`."""
         return find(self.id, self.settings, attempts)
 
     def describe(self) -> JobDescription:
-        """The state of the job now, with its cost, name and settings."""
+        """The state of the job now, with its cost, name, and settings."""
         return with_costs([self.identify()], self.settings)[0]
 
     def identify(self, attempts: int | None = None) -> JobDescription:
         """The state of the job now, with its name and settings.
 
-        SageMaker tells these only in lists; they are in the job's record.
+        SageMaker has these only in lists of jobs, so they are read from the job's record.
         """
         backend, description = self.find(attempts)
         if description.summary is not None:
@@ -80,10 +80,10 @@ class TrackedJob:
     def logs(
         self, follow: bool = False, tail: int | None = None, raw: bool = False
     ) -> Iterator[str]:
-        """The lines that the script printed, or the last ones; with follow, until the job ends.
+        """Yield the lines that the script printed, or the last `tail` lines.
 
-        To follow lasts through a network outage. With raw, include the lines of the SageMaker
-        toolkit.
+        follow: wait for new lines until the job ends, also during a network outage. raw: include
+        the lines of the SageMaker toolkit.
         """
         if follow and tail is not None:
             raise InputError("cannot be combined with follow", field="tail", value=tail)
@@ -91,7 +91,7 @@ class TrackedJob:
         return backend.logs(self.id, follow, raw, tail)
 
     def curve(self, with_samples: bool = False) -> Curve:
-        """The training curve so far, with the samples of the log if asked."""
+        """The training curve so far. with_samples: with the samples of the log."""
         backend, _ = self.find()
         rows, source = backend.curve(self.id)
         samples = {}
@@ -100,11 +100,11 @@ class TrackedJob:
         return Curve(self.id, source, rows, samples)
 
     def stop(self, *, confirmed: bool = False) -> JobDescription:
-        """Ask the running job to stop, and return at once with its state before.
+        """Ask the running job to stop, and return its state before, without waiting.
 
         A local job first writes a checkpoint. SageMaker kills a job within two minutes and does not
-        signal it, so its last periodic checkpoint remains. Raises NotYours if the job is somebody
-        else's, unless confirmed.
+        signal it, so only its last periodic checkpoint remains. Raises NotYours if the job is
+        somebody else's, unless confirmed.
         """
         backend, description = self.find()
         if not description.is_running:
@@ -115,9 +115,9 @@ class TrackedJob:
         return description
 
     def wait_for_end(self, timeout: float | None = None) -> JobDescription:
-        """Wait until the job ends, and return its state; timeout is in seconds.
+        """Wait until the job ends, and return its state. timeout: in seconds.
 
-        Raises ServiceError if it still runs then.
+        Raises ServiceError if the job still runs after the timeout.
         """
         deadline = math.inf
         if timeout is not None:
@@ -136,7 +136,7 @@ class TrackedJob:
         return description
 
     def poll(self, backend: Backend, deadline: float) -> JobDescription:
-        """The state of the job now; through an outage, ask a remote backend until the deadline.
+        """The state of the job now. During an outage, a remote backend is asked until the deadline.
 
         deadline is in time.monotonic() seconds.
         """
@@ -152,16 +152,16 @@ class TrackedJob:
         else:
             description = describe()
         if description is None:
-            _, description = self.find()  # raises Missing, with where it was looked for
+            _, description = self.find()  # raises Missing, with a better message
         return description
 
     # -- its files --------------------------------------------------------------------------------
 
     def files(self, keep_model: bool = False) -> JobFiles:
-        """The files to delete with the job, those of its fetched models first.
+        """The files to delete with the job. The files of its fetched models come first.
 
-        keep_model: without those of its fetched models. Raises ServiceError if they cannot be
-        deleted, for example since the job runs.
+        keep_model: without the files of its fetched models. Raises ServiceError if the job cannot
+        be deleted, for example because it runs.
         """
         backend, description = self.find()
         if description.is_running:
@@ -170,7 +170,7 @@ class TrackedJob:
         if not keep_model:
             locations.insert(0, storage.to_uri(self.settings.models_dir / self.id))
         problem = ""
-        if description.has_open_pool(time.time()):  # AWS would refuse, after the files are gone
+        if description.has_open_pool(time.time()):  # AWS would refuse after the files are deleted
             limit = description.keep_alive
             problem = f"job {self.id} has a warm pool for up to {limit} s after its end"
             problem += "; delete it then"
@@ -187,7 +187,7 @@ class TrackedJob:
     def remove(self, uris: Iterable[str]) -> None:
         """Delete these directories of the job, and then the job.
 
-        After an interruption the job is still there, and can be deleted again.
+        After an interruption, the job still exists, and can be deleted again.
         """
         backend, _ = self.find()
         for uri in uris:
@@ -196,7 +196,7 @@ class TrackedJob:
 
 
 def with_costs(jobs: Sequence[JobDescription], settings: Settings) -> list[JobDescription]:
-    """The descriptions with the cost of each job that is billed and whose price is known."""
+    """The descriptions, with the cost of each job that is billed and has a known price."""
     instances = {job.instance for job in jobs if job.is_placed}
     billed = sorted(instance for instance in instances if backend_class(instance).bills)
     if not billed:

@@ -1,4 +1,4 @@
-"""Values of other libraries as Python's own; texts that are not UTF-8; numbers of things."""
+"""Convert values to Python's own types, check texts for UTF-8, and format numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plain(value: Any) -> Any:
     """
     if type(value) in PLAIN:
         return value
-    if hasattr(value, "tolist"):  # an array, or a number of one
+    if hasattr(value, "tolist"):  # an array, or a number from an array
         return plain(value.tolist())
     if isinstance(value, Mapping):
         return {plain(name): plain(item) for name, item in value.items()}
@@ -66,12 +66,12 @@ def parse_bytes(value: object) -> object:
 
 
 def in_units(n_bytes: float) -> str:
-    """`1.01kB`, `12.3MB`"""
+    """A number of bytes as text, such as `1.01kB` or `12.3MB`."""
     from tqdm import tqdm
 
     return f"{tqdm.format_sizeof(n_bytes)}B"
 
 
 def counted(n: int, noun: str) -> str:
-    """`1 file`, `2,000 files`"""
+    """A number of things as text, such as `1 file` or `2,000 files`."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
