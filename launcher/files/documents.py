@@ -22,8 +22,8 @@ from sm_nanogpt.launcher.values import parse_bytes
 
 T = TypeVar("T")
 
-# Enough for the manifest of 50,000 files, or a tokenizer of 100,000 characters. The worst document
-# of this size takes half a gigabyte and five seconds to refuse.
+# Enough for the manifest of 50,000 files, or a tokenizer of 100,000 characters. To refuse the worst
+# document of this size takes half a gigabyte and five seconds.
 MAX_BYTES = 1 << 21
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -37,7 +37,7 @@ adapter_for: Callable[[Any], TypeAdapter[Any]] = lru_cache(TypeAdapter)
 
 
 class Document(BaseModel):
-    """Base class of our documents; numbers are finite."""
+    """The base class of our documents. Numbers in them are finite."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -47,7 +47,10 @@ class Damaged(ServiceError):
 
 
 def parse(content: bytes | Mapping[str, Any], kind: type[T], name: object) -> T:
-    """Validate a JSON document, as bytes or parsed, as `kind`. Raises Damaged, naming `name`."""
+    """Validate a JSON document, as bytes or parsed, as `kind`.
+
+    name: what the error calls the document. Raises Damaged.
+    """
     adapter: TypeAdapter[T] = adapter_for(kind)
     try:
         if isinstance(content, bytes):
@@ -55,13 +58,13 @@ def parse(content: bytes | Mapping[str, Any], kind: type[T], name: object) -> T:
         return adapter.validate_python(content)
     except ValidationError as error:
         problem = first_problem(error)
-    except InputError as error:  # of a TrainingJob
+    except InputError as error:  # raised by TrainingJob
         problem = str(error)
     raise Damaged(f"{name} is damaged, or of another version of sm-nanogpt ({problem})")
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first field that pydantic refused, and why, as `rows.3.loss: must be at least 0`."""
+    """The first field that pydantic refused, and why: `rows.3.loss: must be at least 0`."""
     details = error.errors(include_url=False, include_input=False)[0]
     problem = must_be(details["msg"])
     field = " ".join(".".join(map(str, details["loc"])).split())
@@ -71,15 +74,18 @@ def first_problem(error: ValidationError) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file without sections. Raises InputError."""
+    """Read a TOML file of plain values. Raises InputError if it cannot be read, or has tables."""
     try:
         values = tomllib.loads(read_file(path, MAX_BYTES).decode())
-        json.dumps(values, default=str)  # fails for an integer that is too long for any message
+        # tomllib reads an integer of any length. One with over 4,300 digits, which no message could
+        # show, fails here; the JSON is not needed.
+        json.dumps(values, default=str)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not TOML: {error}") from None
     for name, value in values.items():
         if isinstance(value, dict):
-            raise InputError(f"{path}: has a section, [{name}]; delete this line")
+            problem = f"{name} is a section or another table; give plain values, without sections"
+            raise InputError(f"{path}: {problem}")
     return values

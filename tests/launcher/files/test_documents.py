@@ -276,6 +276,14 @@ def test_a_document_may_have_just_the_largest_size(home):
         read_toml(home / "config.toml")
 
 
+@pytest.mark.parametrize("content", ["[model]\nsize = 1\n", "model = {size = 1}\n"])
+def test_a_file_of_hyperparameters_has_no_tables(tmp_path, content):
+    path = tmp_path / "mine.toml"
+    path.write_text(content)
+    with pytest.raises(InputError, match="model is a section or another table"):
+        read_toml(path)
+
+
 def test_a_damaged_document_names_the_place_of_its_fault():
     with pytest.raises(ServiceError, match=r"job\.json is damaged.*\b2\.steps: "):
         parse(b'[{}, {}, {"steps": "x"}]', list[dict[str, int]], "job.json")
