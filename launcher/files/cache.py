@@ -1,4 +1,4 @@
-"""Documents in the home that commands can do without: what was seen last, such as prices."""
+"""Keep documents in the home that commands can do without, such as the last known prices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Cache(Generic[T]):
-    """A file with a JSON document of a type that has an empty value: a dict or a list, for one."""
+    """A file with a JSON document. Its type has an empty value, such as a dict or a list."""
 
     file: Path
     kind: type[T]

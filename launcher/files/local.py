@@ -1,4 +1,4 @@
-"""A file or a directory of this machine, as storage.py reads and writes it."""
+"""Read and write a file or a directory of this machine, for storage.py."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ class LocalLocation:
             file.write(content)
 
     def write_file(self, source: Path, progress: Progress) -> None:
-        """Copy a file with its mode and times. Nobody may write the copy: jobs link to it."""
+        """Copy a file with its times, and its mode without write permission, as jobs link to it."""
         with open_file(source) as file:
             self.write_content(file, source, progress)
 
     def write_content(self, content: BinaryIO, source: Path, progress: Progress) -> None:
-        """Write what a file unpacks to, as write_file copies that file."""
+        """Write the unpacked content of a file, with the times and the mode of that file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as copy:
             while chunk := content.read(CHUNK_BYTES):
                 copy.write(chunk)
                 progress(len(chunk))
             copy.flush()
-            with suppress(OSError):  # of a file system without times
+            with suppress(OSError):  # the file system may have no times
                 shutil.copystat(source, copy.name)
-            with suppress(OSError):  # of a file system without modes
+            with suppress(OSError):  # the file system may have no modes
                 os.fchmod(copy.fileno(), source.stat().st_mode & 0o555)
 
     def read_bytes(self, max_bytes: int) -> bytes:
@@ -76,7 +76,8 @@ class LocalLocation:
     def remove(self) -> None:
         """Delete the file or the directory.
 
-        The files at the top of a directory go last: a job is listed while its job.json is there.
+        The files at the top of a directory are deleted last: a job is listed as long as it has its
+        job.json.
         """
         if self.path.is_file() or self.path.is_symlink():
             self.path.unlink()
@@ -89,19 +90,19 @@ class LocalLocation:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a local file to write atomically. Its lock shows that it is in use."""
-    # The name is random, since threads share a process id, and containers may.
+    """Write a local file atomically. The lock of the new file shows that it is in use."""
+    # The name is random: threads share a process id, and processes of containers may.
     name = f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}"
     with files.replacing(path, name) as file:
-        with suppress(InputError):  # without locks, nobody removes it
+        with suppress(InputError):  # if there are no locks, nobody removes the file
             lock(file)
         yield file
 
 
 def link_or_copy(source: Path, target: Path, home: Path | None = None) -> None:
-    """Link to a file. Where the file system has no links, copy it and log that.
+    """Link to a file. If the file system has no links, copy the file, and log that.
 
-    Inside the home a link is relative, so that it holds when the home is moved.
+    Inside the home, a link is relative, so that it stays valid when the home is moved.
     """
     link = source
     directory = target.parent.resolve()

@@ -1,4 +1,4 @@
-"""Where files are: s3://bucket/prefix, a path of this machine, or its file URI."""
+"""Locations of files: s3://bucket/prefix, paths of this machine, and their file URIs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def to_uri(location: str | Path) -> str:
 
 
 def path_of(typed: str | Path) -> Path:
-    """Return the path that a user typed, with the home directory for `~`.
+    """Return the path that a user typed, with the home directory in place of `~`.
 
-    Raises InputError if it is empty, or so long that it is a text.
+    Raises InputError if it is empty, or so long that it must be a text.
     """
     text = str(typed)
     if not text:
@@ -46,14 +46,14 @@ def local_path(location: str) -> Path | None:
 
 
 def join(location: str, *parts: str) -> str:
-    """Append parts to a location. In file URIs, unlike in paths and keys, they are quoted."""
+    """Append parts to a location. The parts of a file URI are quoted; those of others are not."""
     if location.startswith("file://"):
         parts = tuple(quote(part) for part in parts)
     return "/".join([location.rstrip("/"), *parts])
 
 
 def path_below(directory: Path, name: str, uri: str) -> Path:
-    """Return the path for a file of a location that others write to, and make its directory.
+    """Return the path for a file of a location that other people can write to; make its directory.
 
     Raises ServiceError if the name leads out of the directory.
     """

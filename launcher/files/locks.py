@@ -1,4 +1,4 @@
-"""Locks of files, by which a living process shows what it uses. They end with the process."""
+"""Lock files, to show which files a living process uses. A lock ends with its process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sm_nanogpt.launcher.errors import InputError
 
 
 def lock(file: IO[Any], wait: bool = True, shared: bool = False) -> bool:
-    """Lock an open file until it is closed. Returns False if others hold its lock.
+    """Lock an open file until it is closed; return False if another process holds its lock.
 
-    With `wait` it waits for them instead. Raises InputError if the file system has no locks, as
-    Lustre, NFS, or FUSE may have none.
+    wait: wait until no other process holds it. shared: processes with a shared lock may hold it
+    together. Raises InputError if the file system has no locks, as Lustre, NFS, or FUSE may not.
     """
     operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     if not wait:
@@ -32,7 +32,7 @@ def lock(file: IO[Any], wait: bool = True, shared: bool = False) -> bool:
 def is_locked(path: Path) -> bool:
     """True if a process holds the lock of a file. Raises InputError as `lock` does.
 
-    It tries a shared lock, so that two processes that ask do not see each other.
+    This tries a shared lock, so that two processes which call it do not see each other.
     """
     try:
         with open_file(path) as file:

@@ -1,4 +1,4 @@
-"""The files of a model directory, which somebody else may have published."""
+"""Check the files of a model directory, which a stranger may have published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.storage import path_of
 
 INDEX = "model.safetensors.index.json"
-# What a run reads besides the weights, each with a name that it defines.
+# The documents that a run reads besides the weights, each with a field that it has.
 DOCUMENTS = {
     "config.json": "model_type",
     "training.json": "config",
@@ -20,12 +20,13 @@ DOCUMENTS = {
     "tokenizer_config.json": "tokenizer_class",
     INDEX: "weight_map",
 }
-MARKERS = ("config.json", "SHA256SUMS", "tokenizer.json")  # a directory of a model has one
-MAX_BYTES = 1 << 25  # of a document, or of the header of weights
+MARKERS = ("config.json", "SHA256SUMS", "tokenizer.json")  # a model directory has one of them
+MAX_BYTES = 1 << 25  # of a document, or of the header of a file of weights
 
 
 def is_path(typed: str) -> bool:
-    """True if a user typed a path and not a job: with a slash, or of a model or tokenizer."""
+    """True if a user typed a path, and not a job: a text with a slash, or the directory of a model
+    or a tokenizer."""
     if "/" in typed:
         return True
     directory = path_of(typed)
@@ -35,8 +36,8 @@ def is_path(typed: str) -> bool:
 def model_files(directory: Path) -> list[Path]:
     """The documents that a run reads, and the weights: model.safetensors, or those of the index.
 
-    A link may lead to any file of the user, such as a key. It is followed only to a file whose
-    content is what its name says. Raises InputError.
+    A link may lead to any file of the user, such as a key. So it is followed only to a file whose
+    content fits the name of the link. Raises InputError.
     """
     names = {"config.json"}
     names.update(name for name in DOCUMENTS if (directory / name).exists())
@@ -52,7 +53,7 @@ def model_files(directory: Path) -> list[Path]:
 
 def weights_of_index(index: Path) -> set[str]:
     """The names of the files of weights that an index lists. Raises InputError."""
-    with suppress(Exception):  # whatever is in it
+    with suppress(Exception):  # the file may hold anything
         names = set(json.loads(read_file(index, MAX_BYTES))["weight_map"].values())
         if all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
             return names
@@ -60,7 +61,8 @@ def weights_of_index(index: Path) -> set[str]:
 
 
 def check_model_file(path: Path) -> None:
-    """Raise InputError if a path is no file, or links to something that its name does not say."""
+    """Raise InputError if a path is no file, or a link to a file whose content does not fit its
+    name."""
     if not path.is_file():
         problem = "no such file, or not a regular one"
     elif path.is_symlink() and not fits_name(path):
@@ -71,10 +73,10 @@ def check_model_file(path: Path) -> None:
 
 
 def fits_name(path: Path) -> bool:
-    """True if a file holds what its name says: a document of DOCUMENTS, or safetensors."""
+    """True if the content of a file fits its name: a document of DOCUMENTS, or safetensors."""
     from sm_nanogpt.entry_point.safetensors_file import read_header
 
-    with suppress(Exception):  # whatever is in it
+    with suppress(Exception):  # the file may hold anything
         if path.name in DOCUMENTS:
             document = json.loads(read_file(path, MAX_BYTES))
             return isinstance(document, dict) and DOCUMENTS[path.name] in document

@@ -1,7 +1,7 @@
-"""Find what was recorded by its path after the home or the store was moved.
+"""Find uploads, models, and training folders after the home or the store was moved.
 
-The name of an upload, a model or a training folder holds a hash of its content, or the id of a job,
-so what has the same name is the same, wherever it is.
+Records have the path of such a directory. Its name has a hash of its content, or the id of a job,
+so two directories of one name have the same content.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.settings import Settings
 
 UPLOAD_NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{12}")
-PART_OF_NAME = re.compile(r"[A-Za-z0-9-]{1,99}")  # what may be a part of the name of an upload
+PART_OF_NAME = re.compile(r"[A-Za-z0-9-]{1,99}")  # may be a part of the name of an upload
 IN_STORE = re.compile(rf"(?:data|models)/{UPLOAD_NAME.pattern}$")
 IN_HOME = re.compile(r"models/[a-z0-9-]+/(?:[0-9a-f]{12}|step-\d{8})$|sources/[0-9a-f]{64}$")
 
 
 def text_id(uri: str | None) -> str | None:
-    """What identifies a text: the name of its upload, or the URI if it is no upload."""
+    """What identifies a text: the name of its upload; if it is no upload, its URI."""
     if uri is None:
         return None
     name = uri.rstrip("/").rpartition("/")[2]
@@ -29,10 +29,10 @@ def text_id(uri: str | None) -> str | None:
 
 
 def find_moved(location: str, settings: Settings) -> str:
-    """Find an upload, a model or a training folder that is no longer at its location.
+    """Find an upload, a model, or a training folder that is no longer at its location.
 
-    It has the same name in the home or in a store of this machine. The location is returned as it
-    is if it exists, if it is on S3, or if nothing there has the name.
+    A directory of its name is looked for in the home and in the stores of this machine. The
+    location is returned unchanged if it exists, if it is on S3, or if no such directory is there.
     """
     path = storage.local_path(location)
     if path is None or path.exists():
@@ -46,7 +46,7 @@ def find_moved(location: str, settings: Settings) -> str:
 
 
 def candidates(path: Path, settings: Settings) -> list[Path]:
-    """The paths in this home and in the stores of this machine that what was at a path may have."""
+    """The paths in this home and in this machine's stores to which a path may have moved."""
     match = IN_STORE.search(str(path))
     if match:
         stores = (storage.local_path(settings.data_store), Path(settings.local_store))

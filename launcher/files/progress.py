@@ -1,4 +1,4 @@
-"""The progress of an operation, counted in bytes, and a bar that shows it."""
+"""Report the progress of an operation, in bytes, and show it by a bar."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Progress = Callable[[int], object]  # is called with the number of bytes since i
 
 
 def no_progress(n_bytes: int) -> None:
-    """Show nothing."""
+    """A progress hook that shows nothing."""
 
 
 def expect(progress: Progress, n_bytes: int) -> None:
-    """Announce that n_bytes more will come, if the hook has a method `expect`."""
+    """Announce n_bytes that will be reported later, if the hook has a method `expect`."""
     if hasattr(progress, "expect"):
         progress.expect(n_bytes)
 

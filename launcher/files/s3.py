@@ -1,4 +1,4 @@
-"""An object or a prefix on S3, as storage.py reads and writes it."""
+"""Read and write an object or a prefix on S3, for storage.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARALLEL_PARTS = 8
 
 
 class S3Location:
-    """An object or a prefix on S3. In a dry run it raises Offline."""
+    """An object or a prefix on S3. Raises Offline in a dry run."""
 
     def __init__(self, uri: str, settings: Settings) -> None:
         if settings.offline:
@@ -58,9 +58,9 @@ class S3Location:
         return hashlib.sha256(etag.encode()).hexdigest()
 
     def fetch_file(self, name: str, target: Path, progress: Progress) -> None:
-        """Download an object below this prefix, or this object if name is ''.
+        """Download an object below this prefix; if name is '', this object itself.
 
-        Raises ServiceError if its size or its SHA-256 is another.
+        Raises ServiceError if the file has another size or SHA-256 than the object.
         """
         key = f"{self.key}/{name}".removesuffix("/")
         self.fs.get_file(key, str(target), **in_parts(progress))
@@ -72,14 +72,14 @@ class S3Location:
     def remove(self) -> None:
         """Delete the object, or all objects below the prefix."""
         for key in self.fs.find(self.key):
-            self.fs.rm_file(key)  # one by one: a policy judges each by its key
+            self.fs.rm_file(key)  # one by one, since a policy may allow only some keys
 
 
 def s3_file_system(settings: Settings) -> Any:
-    """fsspec's file system of S3, with the same credentials and region as boto3.
+    """The file system of fsspec for S3, with the same credentials and region as boto3.
 
-    The options override fsspec's own configuration, which boto3 does not read; None means AWS's
-    default.
+    The options override the configuration of fsspec itself, which boto3 does not read. None stands
+    for AWS's default.
     """
     client_options = {}
     encryption = {}

@@ -1,7 +1,7 @@
-"""Temporary directories in the home, and the removal of those that killed commands have left.
+"""Make temporary directories in the home, and remove those that killed commands have left.
 
-A process that writes a temporary file or directory holds its lock. One whose lock nobody holds is
-left over. Where the file system has no locks, nothing is removed.
+A process that writes a temporary file or directory holds its lock. A file or directory whose lock
+nobody holds is left over. If the file system has no locks, nothing is removed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-LOCK = ".lock"  # in a temporary directory
+LOCK = ".lock"  # the file in a temporary directory that is locked
 MINUTE, DAY = 60, 24 * 60 * 60  # seconds
 DIRECTORIES = ("cache/text-*", "models/.fetch-*", "tries/.new-*", "tries/*/.job-*")
-STORE_DIRECTORIES = ("data", "jobs", "models")  # a user may have more in a store
-TEMPORARY_FILES = f".*.{'[0-9a-f]' * 8}{TEMPORARY}"  # as files/local.py names them
+STORE_DIRECTORIES = ("data", "jobs", "models")  # others in a store may be a user's
+TEMPORARY_FILES = f".*.{'[0-9a-f]' * 8}{TEMPORARY}"  # the names that files/local.py gives
 
 
 @contextmanager
 def scratch(parent: Path, prefix: str) -> Iterator[Path]:
-    """Make a temporary directory, and remove those that killed commands have left beside it.
+    """Make a temporary directory, and remove those beside it that killed commands have left.
 
     Raises OSError.
     """
@@ -44,9 +44,9 @@ def scratch(parent: Path, prefix: str) -> Iterator[Path]:
     ) as name:
         directory = Path(name)
         with (directory / LOCK).open("w") as file:
-            with suppress(InputError):  # without locks, nobody removes it
+            with suppress(InputError):  # if there are no locks, nobody removes it
                 lock(file)
-            file.write("held by a command\n")  # after the lock: see is_left_over
+            file.write("held by a command\n")  # only after the lock: see is_left_over
             file.flush()
             yield directory
 
@@ -63,7 +63,7 @@ def remove_all_leftovers(settings: Settings) -> None:
 
 
 def remove_leftovers(paths: Iterable[Path]) -> None:
-    """Remove the files and directories that are left over; the others stay."""
+    """Remove those of these files and directories that are left over."""
     for path in paths:
         if not is_left_over(path):
             continue
@@ -78,11 +78,11 @@ def remove_leftovers(paths: Iterable[Path]) -> None:
 def is_left_over(path: Path) -> bool:
     """True if no command uses a temporary file or directory any more.
 
-    Each is locked before anything is written, so an empty one may be about to be locked.
+    A command locks a file before it writes anything, so an empty file may be about to be locked.
     """
     file = path / LOCK if path.is_dir() else path
     try:
-        if not file.exists():  # an older version wrote it, or NFS keeps it
+        if not file.exists():  # an older version made it, or NFS keeps it
             return age_of(path) > DAY
         if file.stat().st_size == 0 and age_of(file) <= MINUTE:
             return False

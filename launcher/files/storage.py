@@ -1,6 +1,6 @@
 """Read and write a store: `s3://bucket/prefix` or a local directory.
 
-Settings choose the AWS profile and region; None means those of `load_settings()`.
+Settings have the AWS profile and region. None stands for those of `load_settings()`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["CHUNK_BYTES", "join", "path_of", "replacing", "to_uri"]  # from here
 
 T = TypeVar("T")
 
-# In /opt/ml/checkpoints, files that are being written end in *-ignore, which SageMaker does not
-# upload. It makes the others beside a file that it uploads.
+# Names of files without content for us. In /opt/ml/checkpoints, files that are being written end in
+# .sagemaker-ignore, so that SageMaker does not upload them. It makes the last two while it uploads.
 NO_CONTENT = (TEMPORARY, ".sagemaker-ignore", ".sagemaker-uploading", ".sagemaker-uploaded")
 AWS_PACKAGES = ("botocore", "aiobotocore", "aiohttp")
 
 
 def locate(uri: str, settings: Settings | None = None) -> LocalLocation | S3Location:
-    """Return what reads and writes at a location, given as a path or a URI."""
+    """Return the object that reads and writes at a location, which is a path or a URI."""
     path = local_path(uri)
     if path is None:
         return S3Location(uri, settings or load_settings())
@@ -44,7 +44,7 @@ def locate(uri: str, settings: Settings | None = None) -> LocalLocation | S3Loca
 
 @contextmanager
 def errors_about(uri: str) -> Iterator[None]:
-    """Make exceptions of a file system a ServiceError of one line about `uri`."""
+    """Turn exceptions of a file system into a ServiceError of one line about `uri`."""
     try:
         yield
     except Exception as error:
@@ -62,7 +62,7 @@ def errors_about(uri: str) -> Iterator[None]:
 
 
 def os_problem(error: OSError) -> str:
-    """What an error of this machine's file system says, or ''."""
+    """The message for an error of this machine's file system, or ''."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"this machine's disk is full ({error.strerror}); free some space"
     if error.strerror:
@@ -98,13 +98,13 @@ def write_file(
 
 
 def remove(uri: str, settings: Settings | None = None) -> None:
-    """Delete a file, or a directory or prefix with all below it; nothing if it is missing."""
+    """Delete a file, or a directory or prefix with all below it, if it exists."""
     with errors_about(uri):
         locate(uri, settings).remove()
 
 
 def copy(source: str, target: str, settings: Settings | None = None) -> int:
-    """Copy all files from one S3 prefix to another, on S3. Returns their number."""
+    """Copy all files from one S3 prefix to another, without a download; return their number."""
     fs, source_prefix = locate(source, settings).file_system
     _, target_prefix = locate(target, settings).file_system
     names = list_files(source, settings)
@@ -151,7 +151,7 @@ class Entry:
 
     @classmethod
     def of(cls, info: dict[str, Any]) -> Entry:
-        """The entry for what fsspec has about a file."""
+        """The entry of a file, by its information in fsspec."""
         written = info.get("mtime") or info["LastModified"].timestamp()
         return cls(info["size"], written)
 
@@ -162,9 +162,9 @@ def list_files(uri: str, settings: Settings | None = None) -> dict[str, int]:
 
 
 def list_entries(uri: str, settings: Settings | None = None) -> dict[str, Entry]:
-    """Return the files at or below a URI by their relative paths; a single file by its name.
+    """Return the files at or below a URI, by their relative paths; a single file by its name.
 
-    A folder that the S3 console made is an empty object whose name ends in a slash; it is skipped.
+    For a folder, the S3 console makes an empty object whose name ends in a slash. It is skipped.
     """
     fs, path = locate(uri, settings).file_system
     with errors_about(uri):
@@ -197,10 +197,10 @@ def fetch(
     settings: Settings | None = None,
     is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> list[Path]:
-    """Download a file, or the files below a prefix, into a directory. Returns their paths.
+    """Download a file, or the files below a prefix, into a directory; return their paths.
 
-    is_wanted decides, by its name, whether a file is downloaded. Files of this machine are linked
-    to, or copied where the file system has no links.
+    is_wanted decides by the name of a file whether it is downloaded. Files of this machine are
+    linked to, or copied if the file system has no links.
     """
     location = locate(uri, settings)
     sizes = {name: size for name, size in list_files(uri, settings).items() if is_wanted(name)}
