@@ -13,7 +13,7 @@ import pytest
 from jobs import file_rows
 from sagemaker_jobs import TAGGED
 
-from sm_nanogpt.launcher.cli.show import following
+from sm_nanogpt.launcher.cli.show import with_progress_bar
 from sm_nanogpt.launcher.curve import (
     Curve,
     rows_of_log,
@@ -128,7 +128,7 @@ def test_the_time_left_follows_from_the_speed():
 def test_a_followed_job_has_a_bar_and_then_its_curve(job, monkeypatch, capsys):
     lines = (job.directory / "logs/job.log").read_text().splitlines()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert list(following(iter(lines), TrackedJob(job.job_id))) == lines
+    assert list(with_progress_bar(iter(lines), TrackedJob(job.job_id))) == lines
     printed = capsys.readouterr().err
     assert "100% |" in printed
     assert "step 10/10, best loss " in printed
@@ -136,7 +136,9 @@ def test_a_followed_job_has_a_bar_and_then_its_curve(job, monkeypatch, capsys):
 
 
 def test_without_a_terminal_nothing_is_added(job, capsys):
-    assert list(following(iter(["step=1/2 x=1"]), TrackedJob(job.job_id))) == ["step=1/2 x=1"]
+    assert list(with_progress_bar(iter(["step=1/2 x=1"]), TrackedJob(job.job_id))) == [
+        "step=1/2 x=1"
+    ]
     assert capsys.readouterr().err == ""
 
 

@@ -155,7 +155,7 @@ def test_a_size_is_for_the_part_of_the_text_that_trains():
 
 
 def test_readings_count_the_part_of_the_text_that_trains():
-    upload = plain_text(100_000)["data"].upload
+    upload = Upload("file:///data", 100_000, "", (), characters=100_000)
     assert texts.tokens_to_read(upload, Config(validation_fraction=0.5), part="") == 50_000
     assert texts.tokens_to_read(upload, Config(), part="training") == 100_000
 

@@ -230,7 +230,7 @@ class History:
             self.may_kill()
             if self.draw.random() < self.kills / 2:
                 with book.path.open("r+b") as file:
-                    file.seek(book.size)
+                    file.seek(book.end)
                     file.write(b'{"previous": "torn'[: self.draw.randrange(18)])
                 raise Killed
             entry = write(book, kind, **facts)
