@@ -1,13 +1,13 @@
-"""The backend for this machine: real training in the container's layout, without Docker.
+"""The backend for this machine, which trains in the directories of a container, without Docker.
 
 A job is a directory, HOME/jobs/JOB-ID:
 
-    job.json                what was submitted
-    state.json              its state; only the runner writes it
-    lock                    held by the runner while it lives
+    job.json                the job, as it was submitted
+    state.json              its state, which only the runner writes
+    lock                    the runner holds it while it lives
     stop                    exists if a user asked the job to stop; stop-now: asked twice
     code/                   the training folder
-    hosts/algo-1/           what /opt/ml is in a container: input, code, model, output, checkpoints
+    hosts/algo-1/           /opt/ml of a container: input, code, model, output, checkpoints
     runner.log              output of the runner, such as why it could not start
     logs/job.log            output of train.py
     output/model.tar.gz     as in S3
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TAIL_BYTES = 1 << 18  # of a curve: more than a thousand rows
+TAIL_BYTES = 1 << 18  # of a curve, which are more than a thousand rows
 GONE = "its processes are gone: killed, the machine was switched off, or the disk was full"
 
 
@@ -89,7 +89,7 @@ class State(Document):
 
 @dataclass(frozen=True)
 class LocalPlacement:
-    """How much of this machine a job uses."""
+    """The processes and the GPUs of this machine that a job uses."""
 
     processes: int
     gpus: int
@@ -177,12 +177,12 @@ class LocalBackend(Backend):
                 self.start(directory, job.source, record)
         except LauncherError:
             is_listed = (directory / "job.json").exists()
-            if not is_listed:  # else the user can look at it and delete it
+            if not is_listed:  # the user can look at a listed job, and delete it
                 shutil.rmtree(directory, ignore_errors=True)
             raise
 
     def note_busy_cores(self, placement: LocalPlacement) -> None:
-        """Log that one thread may be faster, if a job's threads would wait for other programs."""
+        """Log that one thread may be faster, if the job's threads would wait for other programs."""
         if placement.gpus or os.environ.get("OMP_NUM_THREADS") or self.parallel > 1:
             return
         if cores() // placement.processes >= 2 and is_busy():
@@ -197,7 +197,7 @@ class LocalBackend(Backend):
             "SM_NANOGPT_PROFILE": self.settings.profile,
             "SM_NANOGPT_REGION": self.settings.region,
         }
-        open_standard_streams()  # else the lock may get the number of stdin, and not be passed on
+        open_standard_streams()  # or the lock may get the number of stdin, and not be passed on
         source.write(directory / "code")
         # Take the lock before the job is visible, and pass it on, so that it is held without a gap.
         with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
@@ -221,7 +221,7 @@ class LocalBackend(Backend):
             return self.read(job_id)
 
     def read(self, job_id: str) -> JobDescription | None:
-        """Describe a job; None if there is none. Also raises OSError."""
+        """Describe a job; None if there is no such job. Also raises OSError."""
         directory = self.jobs_dir / job_id
         record = self.record(job_id)
         if record is None:
@@ -262,9 +262,9 @@ class LocalBackend(Backend):
         return record.job
 
     def record(self, job_id: str) -> Record | None:
-        """Read the record of a job, with the locations where its texts and models are now.
+        """Read the record of a job, with the present locations of its texts and models.
 
-        None if there is no such job.
+        Returns None if there is no such job.
         """
         record = read_document(self.jobs_dir / job_id / "job.json", Record)
         if record is None:
@@ -279,7 +279,7 @@ class LocalBackend(Backend):
     def list(
         self, everyone: bool = False, name: str | None = None
     ) -> Iterator[JobDescription | UnreadableJob]:
-        """Yield the jobs, newest first; with a name, only those with it. All are the caller's."""
+        """Yield the jobs, newest first. name: only jobs of this name. All jobs are the caller's."""
         for path in sorted(self.jobs_dir.glob("*/job.json"), key=by_launch, reverse=True):
             job_id = path.parent.name
             try:
@@ -292,7 +292,7 @@ class LocalBackend(Backend):
 
     @classmethod
     def check_no_later(cls, job: JobDescription, settings: Settings, acts: bool) -> None:
-        pass  # there is one place on this machine
+        pass  # jobs of this machine are nowhere else
 
     def stop(self, job_id: str) -> None:
         path = self.jobs_dir / job_id / "stop"
@@ -305,7 +305,7 @@ class LocalBackend(Backend):
         return [storage.to_uri(self.jobs_dir / job_id)]
 
     def forget(self, job_id: str) -> None:
-        pass  # the files were all there was
+        pass  # nothing remains of a job without its files
 
     def curve_file(self, job_id: str) -> Path:
         directory = self.jobs_dir / job_id / CHECKPOINTS
@@ -323,7 +323,7 @@ class LocalBackend(Backend):
         return lines if tail is None else iter(deque(lines, maxlen=tail))
 
     def all_lines(self, job_id: str, follow: bool) -> Iterator[str]:
-        """Yield the lines that the script printed; with follow, until the job ends."""
+        """Yield the lines that the script printed. follow: wait for more until the job ends."""
         path = self.jobs_dir / job_id / "logs" / "job.log"
         position = 0
         incomplete_line = b""  # it may end inside a character
@@ -352,8 +352,8 @@ CHECKPOINTS = f"hosts/{HOST}/checkpoints"
 def plan_processes(job: TrainingJob) -> LocalPlacement:
     """Choose the numbers of processes and GPUs.
 
-    Each GPU has one process. Without GPUs, the job has the requested number of processes, or the
-    number that train.py finds fastest.
+    Each GPU gets one process. Without GPUs, the job has the requested number of processes, or the
+    number with which the CPU trains fastest.
     """
     import torch
 
@@ -377,7 +377,7 @@ def plan_processes(job: TrainingJob) -> LocalPlacement:
 
 
 def read_state(directory: Path) -> State:
-    """Read the state of the job in a directory. It has failed if its runner is gone."""
+    """Read the state of the job in a directory. If its runner is gone, it has failed."""
     path = directory / "state.json"
     state = read_document(path, State) or State()
     if state.status in RUNNING and not locks.is_locked(directory / "lock"):
@@ -386,7 +386,7 @@ def read_state(directory: Path) -> State:
         if state.status in RUNNING:
             reason = GONE
             if last_state is None:
-                reason = f"it could not be started: {last_line(directory / 'runner.log')}"
+                reason = f"it could not be started: {last_log_line(directory / 'runner.log')}"
             return state.model_copy(update={"status": "Failed", "reason": reason})
     if state.status == "InProgress" and (directory / "stop").exists():
         return state.model_copy(update={"status": "Stopping"})
@@ -394,14 +394,14 @@ def read_state(directory: Path) -> State:
 
 
 def by_launch(path: Path) -> tuple[str, float]:
-    """A key that sorts the records of jobs by the time in the id, and then by their own."""
-    with suppress(FileNotFoundError):  # the job is just deleted
+    """A key to sort the records of jobs: the time in the id, and then the time of the file."""
+    with suppress(FileNotFoundError):  # the job was just deleted
         return time_of(path.parent.name), path.stat().st_mtime
     return "", 0.0
 
 
 def tail(path: Path, size: int) -> list[bytes]:
-    """Read the lines in the last `size` bytes of a file; none if there is no file."""
+    """Read the lines in the last `size` bytes of a file; [] if there is no file."""
     if not path.exists():
         return []
     with open_file(path) as file:
@@ -410,8 +410,8 @@ def tail(path: Path, size: int) -> list[bytes]:
         return file.read(size).splitlines()
 
 
-def last_line(path: Path) -> str:
-    """Read the last line of a log that is not blank."""
+def last_log_line(path: Path) -> str:
+    """Read the last line of a log that is not blank; `nothing is known` if there is none."""
     lines = [line for line in tail(path, TAIL_BYTES) if line.strip()]
     return lines[-1].decode(errors="replace") if lines else "nothing is known"
 
@@ -419,7 +419,8 @@ def last_line(path: Path) -> str:
 def last_metrics(path: Path) -> dict[str, Any] | None:
     """Read the newest value of each metric; None if there is none.
 
-    It reads only the end of a long curve, since following a job calls this five times a second.
+    Only the end of a long curve is read, since a command that follows a job calls this five times a
+    second.
     """
     rows = rows_of_file(tail(path, TAIL_BYTES), path)
     return newest_values(rows) or None

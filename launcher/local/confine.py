@@ -1,8 +1,8 @@
-"""Run a program that reaches nothing but its files: no network, other process, or other memory.
+"""Run a program that reaches only its files: no network, no other process, and no shared memory.
 
-Three layers, each where this system has it: bubblewrap (namespaces of its own), Landlock (files),
-and a filter of system calls by libseccomp. By the last, a program starts threads and no processes,
-so that its processor time is all that it has computed.
+There are three layers, of which this system may have some: bubblewrap (own namespaces), Landlock
+(files), and a filter of system calls by libseccomp. With the filter, a program can start threads
+and no processes, so that its processor time is all that it has computed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 BUBBLEWRAP = "bubblewrap"
 LANDLOCK = "Landlock"
 FILTER = "libseccomp"
-# What a confined program must not reach, and the layers that close it, each alone.
+# What a confined program must not reach, with the layers of which each closes it.
 CLOSED_BY = {
     "all files": {BUBBLEWRAP, LANDLOCK},
     "the network": {BUBBLEWRAP, FILTER},
@@ -40,10 +40,10 @@ CLOSED_BY = {
     "locks of files": {FILTER},
     "processes whose time nobody counts": {FILTER},
 }
-# The program is process 1, so that bwrap waits for it itself, and its processor time counts.
+# The program is process 1: so bwrap itself waits for it, and its processor time counts.
 NAMESPACES = [BWRAP, "--unshare-all", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL"]
 NAMESPACES += ["--proc", "/proc", "--dev", "/dev"]
-# These options come after all mounts. To root's processes, bwrap leaves /proc/sys writable.
+# These options come after all mounts. Without them, processes of root could write to /proc/sys.
 READ_ONLY = ["--remount-ro", "/", "--remount-ro", "/dev", "--remount-ro", "/proc"]
 
 # A confined program reads programs and libraries below these prefixes, and files of the system.
@@ -64,8 +64,8 @@ SYSTEM_FILES = (
 )
 PROC_FILES = ("cpuinfo", "meminfo", "stat", "sys", "filesystems", "modules", "devices", "driver")
 PACKAGE = Path(__file__).parents[2]  # the directory of sm_nanogpt
-# Variables that a confined program gets. Others may hold keys, or say who the user is; and a long
-# value, or many of them, could hold a model or a text.
+# Variables that a confined program gets. Others may have keys, or the name of the user. A long
+# value, or many variables, could have a model or a text.
 VARIABLES = {
     "language": "LANG LANGUAGE LC_ALL LC_COLLATE LC_CTYPE LC_MESSAGES LC_MONETARY LC_NUMERIC"
     " LC_TIME TZ",
@@ -78,18 +78,18 @@ VARIABLES = {
     "CUDA": "CUDA_CACHE_DISABLE CUDA_DEVICE_ORDER CUDA_HOME CUDA_LAUNCH_BLOCKING"
     " CUDA_MODULE_LOADING CUDA_PATH CUDA_VISIBLE_DEVICES",
 }
-# The kernel ends a program at so many times its limit: it counts ticks, a few percent off, and who
-# reads the time of a program that was ended must find it over the limit.
+# The kernel ends a program at KERNEL_FACTOR times its limit. It counts ticks, with an error of a
+# few percent, and the measured time of a program that was ended has to be over the limit.
 KERNEL_FACTOR = 1.1
-LONGEST_VALUE = 128  # bytes
-LONGEST_PATHS = 2048  # bytes of a list of directories
+LONGEST_VALUE = 128  # bytes of a variable
+LONGEST_PATHS = 2048  # bytes of a variable that lists directories
 
 
 @dataclass(frozen=True)
 class Sandbox:
     """What a confined program may use.
 
-    It reads `readable` and Python's packages, and writes below the directory `writable`, which is
+    It can read `readable` and Python's packages, and write below the directory `writable`, which is
     its working directory. It may use the devices of its GPU. The kernel ends it soon after it has
     computed for `cpu_seconds`.
     """
@@ -101,9 +101,10 @@ class Sandbox:
 
     @property
     def may_fork(self) -> bool:
-        """True if the program may start processes, as the compiler for a GPU does.
+        """True if the program may start processes, as a compiler for GPUs needs.
 
-        On a GPU the clock counts its time, so theirs counts too. bubblewrap ends them with it.
+        A program on a GPU is timed by the clock, which includes such processes. bubblewrap ends
+        them together with the program.
         """
         return self.gpu is not None and BUBBLEWRAP in layers()
 
@@ -114,7 +115,7 @@ class Sandbox:
 
 @cache
 def layers() -> frozenset[str]:
-    """Find which layers of a sandbox this system has. Many containers do not allow bubblewrap."""
+    """Find the layers of a sandbox that this system has. Many containers forbid bubblewrap."""
     available: set[str] = set()
     if shutil.which(BWRAP):
         trial = subprocess.run([*NAMESPACES, "--ro-bind", "/", "/", "true"], capture_output=True)
@@ -128,12 +129,12 @@ def layers() -> frozenset[str]:
 
 
 def unprotected() -> list[str]:
-    """The keys of CLOSED_BY that no layer of this system closes."""
+    """The keys of CLOSED_BY for which this system has no layer."""
     return [name for name, closing in CLOSED_BY.items() if not closing & layers()]
 
 
 def warn_of_unprotected() -> None:
-    """Log what a confined program reaches on this system although it must not."""
+    """Warn of what a confined program can reach on this system although it must not."""
     reachable = unprotected()
     if reachable:
         problem = f"on this system, the code of a folder is not kept from {', '.join(reachable)}"
@@ -141,16 +142,17 @@ def warn_of_unprotected() -> None:
 
 
 def packages() -> list[Path]:
-    """The paths of Python, its packages and the launcher, and of what they need of the system.
+    """The paths of Python, its packages, and the launcher, and the paths of the system that they
+    need.
 
-    Of the directories where programs are installed, these are the programs and libraries alone: a
-    text may lie beside them, in /usr/share or /etc.
+    Of directories such as /usr, these are only the programs and libraries: a text may be beside
+    them, in /usr/share or /etc.
     """
     paths = []
     for prefix in (*SYSTEM_PREFIXES, *PYTHON_PREFIXES):
         paths += [str(Path(prefix, name)) for name in LIBRARIES]
     paths.append(str(PACKAGE))
-    # In a checkout, these are links.
+    # These are links in a checkout.
     paths += [os.path.realpath(PACKAGE / name) for name in ("launcher", "entry_point")]
     paths += SYSTEM_FILES
     paths += library_directories()
@@ -163,15 +165,15 @@ def packages() -> list[Path]:
 
 
 def is_readable(path: Path) -> bool:
-    """True if every confined program may read a file, since it lies among the packages."""
+    """True if every confined program can read a file, because it is among the packages."""
     return any(path.resolve().is_relative_to(program.resolve()) for program in packages())
 
 
 def environment(scratch: Path, **variables: str) -> dict[str, str]:
-    """The variables of a confined program, which writes into the directory `scratch`.
+    """The environment variables of a confined program, which writes into the directory `scratch`.
 
-    They are those of this process that hold no secret and no data, and the given ones. Without
-    CUDA_VISIBLE_DEVICES among these, it sees no GPU.
+    They are the variables of this process that have no secret and no data, and `variables`. If
+    these do not have CUDA_VISIBLE_DEVICES, the program sees no GPU.
     """
     env = harmless_variables()
     env["HOME"] = str(scratch)
@@ -188,7 +190,7 @@ def variable_names() -> list[str]:
 
 
 def harmless_variables() -> dict[str, str]:
-    """The variables of this process that hold no secret, and too little to hold data."""
+    """The variables of this process that have no secret, and are too short to have data."""
     env = {}
     for name in variable_names():
         value = os.environ.get(name, "")
@@ -203,7 +205,7 @@ def harmless_variables() -> dict[str, str]:
 
 
 def directories_of(name: str) -> list[str]:
-    """The directories that a variable of this process lists, each once, without links."""
+    """The different directories that a variable of this process lists, without links."""
     paths = os.environ.get(name, "").split(os.pathsep)
     directories = [os.path.realpath(path) for path in paths if path and Path(path).is_dir()]
     return list(dict.fromkeys(directories))
@@ -219,16 +221,16 @@ def library_directories() -> list[str]:
 def lease(pid: int) -> int:
     """Return a descriptor that every confined program of this process, `pid`, inherits.
 
-    It is the end of a pipe whose other end this process alone holds: where there is nothing more to
-    read, this process has ended. A program looks at it before it begins, as its parent may end
-    while bwrap prepares the sandbox, which bwrap does not notice.
+    It is the end of a pipe. Only this process holds the other end, so the pipe is at its end when
+    this process has ended. A program checks that before it begins: its parent may have ended while
+    bwrap prepared the sandbox, which bwrap does not notice.
     """
     reader, _ = os.pipe()
     return reader
 
 
 def confined(command: Sequence[str], sandbox: Sandbox) -> list[str]:
-    """Return the command by which this process, and no other, runs a command in a sandbox.
+    """Return the command that runs a command in a sandbox. Only this process can use it.
 
     The program inherits `lease`, and ends with this process.
     """

@@ -1,4 +1,4 @@
-"""The GPUs that this process may use, and the device files by which a program uses one of them."""
+"""Find the GPUs that this process may use, and the device files with which a program uses one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEVICES = Path("/dev")
-DRIVER = Path("/proc/driver/nvidia/gpus")  # a directory for each GPU, named by its place on the bus
+DRIVER = Path("/proc/driver/nvidia/gpus")  # has a directory for each GPU, in the order of the bus
 
 
 @dataclass(frozen=True)
 class LocalGpu:
-    """A GPU for a program: its name in the program's CUDA_VISIBLE_DEVICES, and its device files."""
+    """A GPU for a program.
+
+    name is the value of the program's CUDA_VISIBLE_DEVICES, and devices are the device files.
+    """
 
     name: str
     devices: tuple[Path, ...]
@@ -22,8 +25,8 @@ class LocalGpu:
 def visible_gpus(count: int) -> list[str]:
     """The names in CUDA_VISIBLE_DEVICES of the first `count` GPUs that this process may use.
 
-    These are numbers, or the UUIDs of GPUs or of their parts. Without the variable, they are the
-    numbers from 0.
+    These are numbers, or the UUIDs of GPUs or of their parts. If the variable is not set, they are
+    the numbers from 0.
     """
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = [name.strip() for name in names if name.strip()]
@@ -31,11 +34,11 @@ def visible_gpus(count: int) -> list[str]:
 
 
 def find_gpu(name: str) -> LocalGpu:
-    """Find the GPU of this name in our CUDA_VISIBLE_DEVICES, with its devices and no others'.
+    """Find the GPU that has this name in our CUDA_VISIBLE_DEVICES, with its own devices.
 
-    A program that sees it alone names it by its UUID, since numbers begin at 0 there. The devices
-    are those of all GPUs where one cannot be told from the others: parts of GPUs, GPUs of different
-    models, and those of other makers than NVIDIA.
+    A program that sees only this GPU names it by its UUID, since its numbers begin at 0. If one GPU
+    cannot be told from the others, the devices are those of all GPUs. That is so for parts of GPUs,
+    for GPUs of different models, and for those of other makers than NVIDIA.
     """
     patterns = ("nvidia*", "dri", "kfd", "dxg")
     devices: list[Path] = []
@@ -51,14 +54,14 @@ def find_gpu(name: str) -> LocalGpu:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The UUID that NVIDIA's driver gives a GPU, and the number in the name of its device."""
+    """The UUID that NVIDIA's driver gives a GPU, and the number in the name of its device file."""
 
     uuid: str
     minor: str
 
 
 def find_numbers(name: str) -> Numbers | None:
-    """The numbers of the GPU of this name; None where it cannot be told from others."""
+    """The numbers of the GPU with this name; None if it cannot be told from others."""
     models = set()
     gpus = []
     for path in sorted(DRIVER.glob("*/information")):

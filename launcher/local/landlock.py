@@ -1,4 +1,6 @@
-"""Landlock: rights for files, TCP, and signals, of Linux since 5.13. It needs no privilege.
+"""Restrict the files, TCP, and signals of a process by Landlock, which needs no privilege.
+
+Linux has it since 5.13:
 
 docs.kernel.org/userspace-api/landlock.html
 """
@@ -12,11 +14,11 @@ import stat
 import struct
 from collections.abc import Mapping, Sequence
 
-# The system calls, on all that Linux runs on but Alpha.
+# The numbers of the system calls, on all architectures except Alpha.
 CREATE = 444
 ADD = 445
 RESTRICT = 446
-# Rights, each a bit: all, and those that are named here.
+# Rights, of which each is a bit.
 ALL_RIGHTS = (1 << 16) - 1
 EXECUTE = 1 << 0
 WRITE_FILE = 1 << 1
@@ -28,16 +30,16 @@ TRUNCATE = 1 << 14
 CONTROL_DEVICE = 1 << 15
 READ = EXECUTE | READ_FILE | LIST
 WRITE = ALL_RIGHTS & ~MAKE_SPECIAL
-FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | CONTROL_DEVICE  # others: of directories
-# The first right that a version lacks; it has all below.
+FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | CONTROL_DEVICE  # not of directories
+# The first right that each version lacks. It has all rights below that.
 FIRST_MISSING = {1: MOVE, 2: TRUNCATE, 3: CONTROL_DEVICE, 4: CONTROL_DEVICE}
 TCP_RIGHTS = 1 << 0 | 1 << 1  # bind and connect, since version 4
-SCOPES = 1 << 0 | 1 << 1  # abstract sockets of others, and signals to them, since version 6
+SCOPES = 1 << 0 | 1 << 1  # abstract sockets and signals of other processes, since version 6
 PR_SET_NO_NEW_PRIVS = 38
 
 
 def version() -> int:
-    """The version of the kernel's Landlock; 0 without it."""
+    """The version of Landlock in the kernel; 0 if it has none."""
     if platform.system() != "Linux":
         return 0
     return max(0, ctypes.CDLL(None).syscall(CREATE, None, 0, 1))
@@ -46,8 +48,8 @@ def version() -> int:
 def restrict(library: ctypes.CDLL, allowed: Mapping[int, Sequence[str]]) -> None:
     """Restrict this thread, and all that it starts, to files below the allowed paths.
 
-    allowed has the paths by their rights. TCP, and sockets and processes of others, are closed
-    where the kernel's version can do that. Raises OSError.
+    allowed has the paths by their rights. TCP, and the sockets and processes of others, are closed
+    if the kernel's version can do that. Raises OSError.
     """
     kernel_version = library.syscall(CREATE, None, 0, 1)
     kernel_rights = ALL_RIGHTS
@@ -61,8 +63,8 @@ def restrict(library: ctypes.CDLL, allowed: Mapping[int, Sequence[str]]) -> None
     attributes = struct.pack(f"{len(restricted)}Q", *restricted)
     ruleset = checked(library.syscall(CREATE, attributes, len(attributes), 0))
 
-    # A process may read what /proc has about itself. While this is open, the kernel gives the
-    # directory to no other process.
+    # A process may read its own directory in /proc. While this descriptor is open, the kernel gives
+    # the directory to no other process.
     own_proc = os.open("/proc/self", os.O_PATH)
     os.set_inheritable(own_proc, True)
     allow(library, ruleset, own_proc, READ & kernel_rights)

@@ -1,6 +1,6 @@
-"""Processes that this one starts: how it calls Python, and how a process ended.
+"""Start processes, call Python in one, and describe how a process ended.
 
-Needs only the standard library, since the process that confines a program imports it.
+This module needs only the standard library: the process that confines a program imports it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 BWRAP = "bwrap"  # the program bubblewrap
-END_SECONDS = 5  # until a process has ended after what it runs
+END_SECONDS = 5  # in which a process has to end after the program that it runs
 
 
 def python_command(module: str, *arguments: object) -> list[str]:
     """Return the command that calls `main` of a module of the launcher with these arguments.
 
-    Its process imports the launcher from where this one did, and nothing else of that directory;
-    and nothing of the current directory, where a user may have a random.py.
+    The new process imports the launcher from the directory from which this one did, and nothing
+    else from there, and nothing from the current directory, where a user may have a random.py.
     """
     root = str(Path(__file__).parents[3].absolute())
     start = (
@@ -59,11 +59,11 @@ def remove(directory: Path) -> None:
 
 
 class Program:
-    """A program that leads a session, or else a process group, which Ctrl-C in the terminal does
-    not reach.
+    """A program in a session or a process group of its own, which Ctrl-C in the terminal does not
+    reach.
 
-    Once it has ended, status is its exit status, or minus the number of the signal that ended it,
-    and cpu_seconds its processor time, with that of the children that it waited for.
+    After its end, status is its exit status, or minus the number of the signal that ended it, and
+    cpu_seconds is its processor time, with that of the children for which it waited.
     """
 
     def __init__(self, command: Sequence[str], leads_session: bool = True, **options: Any) -> None:
@@ -78,14 +78,14 @@ class Program:
         self.cpu_seconds = 0.0
 
     def has_ended(self, within: float = 0.0) -> bool:
-        """Return True if it has ended, or ends within so many seconds."""
+        """Return True if the program has ended, or ends within so many seconds."""
         deadline = time.monotonic() + within
         while self.status is None:
             pid, wait_status, usage = os.wait4(self.pid, os.WNOHANG)
             if pid:
                 self.cpu_seconds = usage.ru_utime + usage.ru_stime
                 self.status = os.waitstatus_to_exitcode(wait_status)
-                if self.is_wrapped and self.status > 128:  # bwrap reports a signal so
+                if self.is_wrapped and self.status > 128:  # how bwrap reports a signal
                     self.status = 128 - self.status
                 self.process.returncode = self.status
             elif time.monotonic() < deadline:
@@ -95,24 +95,24 @@ class Program:
         return self.status is not None
 
     def terminate(self) -> None:
-        """Send SIGTERM to the program alone, which may then save."""
+        """Send SIGTERM to the program, without its children, so that it can save."""
         if self.status is None:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to what bwrap runs, or to the program. Any thread may call it."""
+        """Send SIGKILL to the program; if bwrap runs it, only to that. Any thread may call this."""
         if self.status is not None:
             return
         if not self.is_wrapped:
             os.killpg(self.pid, signal.SIGKILL)
             return
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
-        with suppress(OSError):  # bwrap ends after its child, and counts what that computed
+        with suppress(OSError):  # bwrap ends after its child, whose processor time it counts
             for child in children.read_text().split():
                 os.kill(int(child), signal.SIGKILL)
 
     def end(self) -> None:
-        """End the program at once, and what it runs, and wait for that."""
+        """End the program and its children at once, and wait until they have ended."""
         if self.is_wrapped and not self.has_ended():
             self.kill()
             self.has_ended(END_SECONDS)

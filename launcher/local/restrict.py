@@ -1,4 +1,4 @@
-"""The process that a sandbox starts: it restricts itself, and becomes the program."""
+"""The process that a sandbox starts. It restricts itself, and then becomes the program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sm_nanogpt.launcher.local import landlock, syscalls
 
 
 def main(limits: str, *command: str) -> None:
-    """Become the command, in the limits that `confined` of confine.py wrote as JSON.
+    """Become the command, within limits that `confined` of confine.py wrote as JSON.
 
     Raises OSError if the kernel refuses a limit.
     """

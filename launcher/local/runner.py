@@ -1,8 +1,8 @@
 """The process that runs one local job, in place of SageMaker and its container toolkit.
 
-It lays out what /opt/ml is in a container, starts train.py there as the toolkit does (variables,
-argv, working directory), logs its output, ends it when the job is to stop or is deleted, and packs
-model and output.
+It makes the directories of /opt/ml, starts train.py there as the toolkit does (variables, argv,
+working directory), logs its output, ends it when the job is stopped or deleted, and packs model and
+output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sm_nanogpt.launcher.settings import Settings, load_settings
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as in StopTrainingJob
 FAILURE_REASON_CHARACTERS = 1024
-# Variables of an outer SageMaker job or launcher, which train.py would read, and of Python.
+# Variables of an outer SageMaker job or launcher, which train.py would read, and those of Python.
 OUTER_PREFIXES = ("SM_", "OMPI_", "PMIX_", "SAGEMAKER_", "TORCHELASTIC_", "PYTHON")
 OUTER_VARIABLES = (
     "RANK",
@@ -73,7 +73,7 @@ class LocalRun:
             storage.write_json(str(self.directory / "state.json"), self.state)
 
     def run(self) -> None:
-        """Run the job to its end, and write how it ended into its state."""
+        """Run the job to its end, and write into its state how it ended."""
         status = "Completed"
         reason: str | None = None
         try:
@@ -98,7 +98,7 @@ class LocalRun:
         return self.stop_requested or (self.directory / "stop").exists()
 
     def is_deleted(self) -> bool:
-        """True if the job was deleted; a rank may have created its directory again."""
+        """True if the job was deleted. A rank may have created its directory again."""
         return not (self.directory / "job.json").exists()
 
     def lay_out(self) -> None:
@@ -201,13 +201,13 @@ class LocalRun:
     def train(self) -> str | None:
         """Run train.py, which starts its ranks, to its end; return why it failed, or None.
 
-        Raises Stopped if the job was deleted, or stopped as a user asked.
+        Raises Stopped if the job was deleted, or stopped because a user asked for it.
         """
         log = (self.directory / "logs" / "job.log").open("wb", buffering=0)
         program = self.start()
         reader = threading.Thread(target=self.keep_output, args=(program.output, log), daemon=True)
         reader.start()
-        stopped_codes = {128 + signal.SIGTERM, -signal.SIGTERM}  # of a run that was asked to stop
+        stopped_codes = {128 + signal.SIGTERM, -signal.SIGTERM}  # of a run that obeyed SIGTERM
         kill_at: float | None = None
         while not program.has_ended():
             if self.is_deleted():  # there is nowhere to save
@@ -219,7 +219,7 @@ class LocalRun:
                     program.terminate()
             elif time.monotonic() > kill_at or (self.directory / "stop-now").exists():
                 stopped_codes.add(-signal.SIGKILL)
-                program.kill()  # its ranks too
+                program.kill()  # and its ranks
             time.sleep(0.05)
         reader.join(timeout=5)  # a child may keep its output open
         code = program.status or 0
@@ -234,9 +234,9 @@ class LocalRun:
         return f"TrainingError: train.py {describe_end(code)}"
 
     def keep_output(self, output: Iterable[bytes], log: BinaryIO) -> None:
-        """Copy the output of train.py to the job's log, line by line; note the last error.
+        """Copy the output of train.py to the job's log, line by line, and note the last error.
 
-        It reads on if the log cannot be written, since a rank with a full pipe would block.
+        If the log cannot be written, this still reads: a rank with a full pipe would block.
         """
         for raw_line in output:
             line = raw_line.decode("utf-8", errors="replace").rstrip("\r\n")

@@ -1,4 +1,4 @@
-"""Runs of train.py on this machine besides jobs: pilots of a forecast, and runs of a search."""
+"""Run train.py on this machine outside of jobs: for pilots of a forecast, and runs of a search."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from sm_nanogpt.launcher.local.gpus import find_gpu
 from sm_nanogpt.launcher.local.process import Program, describe_end, remove
 from sm_nanogpt.launcher.source import Source
 
-# Hyperparameters of a run that nobody watches: it writes nothing but its model.
+# Hyperparameters of a run that nobody watches, and that writes only its model.
 SILENT = {"sample_length": 0, "log_interval": 1 << 20, "moments": 0}
 
-# A run that computes is ended by its processor time, so that no other program on the machine can
-# make it fail. The clock only ends one that hangs, or gets less than 1 / CLOCK_FACTOR of a core.
+# A run that computes is ended by its processor time, so that no other program of the machine can
+# make it fail. The clock ends only a run that hangs, or that gets less than 1 / CLOCK_FACTOR of a
+# core.
 CLOCK_SECONDS = 600
 CLOCK_FACTOR = 50
-LOG_BYTES = 4000  # of the end of a log
+LOG_BYTES = 4000  # at the end of a log, which are kept
 
 
 @dataclass(frozen=True)
 class Run:
     """A run of train.py to be made.
 
-    values are the options of train.py. The run may compute for `limit` seconds: of processor time,
-    or on a GPU by the clock. An isolated one reaches nothing but its folder, its text and Python's
+    values are the options of train.py. The run may compute for `limit` seconds of processor time;
+    on a GPU, the clock counts. An isolated run reaches only its folder, its text, and Python's
     packages, as far as this system can confine it, and gets no variables that may be secret.
     """
 
@@ -54,22 +55,22 @@ class FinishedRun:
 
     run: Run
     directory: Path
-    status: int  # of its exit, or minus the number of a signal
+    status: int  # the exit status, or minus the number of a signal
     clock_seconds: float
     cpu_seconds: float  # with those of the processes that it started and waited for
-    log: str  # the end of what it has printed
+    log: str  # the end of its output
     gpu: str | None = None
 
     @property
     def seconds(self) -> float:
-        """The seconds that the limit is about. On a CPU, the clock would count other programs."""
+        """The seconds to which the limit applies. On a CPU, the clock would count others' work."""
         return self.cpu_seconds if self.gpu is None else self.clock_seconds
 
     @property
     def problem(self) -> str:
-        """Why it was ended, what killed it, or the last line of its log; '' if it completed.
+        """Why the run was ended, what killed it, or the last line of its log; '' if it completed.
 
-        The file and the line of its folder that failed come before the last line.
+        The file and the line of its folder that failed come before that last line.
         """
         if self.seconds > self.run.limit:
             clock = "of processor time" if self.gpu is None else "by the clock"
@@ -89,7 +90,7 @@ class FinishedRun:
 
 
 def clock_limit(run: Run, gpu: str | None) -> float:
-    """The seconds by the clock after which a run is ended, however little it has computed."""
+    """The seconds by the clock after which a run is ended, even if it has computed little."""
     if gpu is not None:
         return run.limit
     return CLOCK_SECONDS + CLOCK_FACTOR * run.limit
@@ -98,13 +99,13 @@ def clock_limit(run: Run, gpu: str | None) -> float:
 def run_all(
     runs: Sequence[Run], at_once: int, gpus: Sequence[str] = (), in_groups: bool = False
 ) -> Iterator[tuple[int, FinishedRun]]:
-    """Make these runs, some at once, and yield each with its index when it ends.
+    """Make these runs, at_once at a time, and yield each with its index when it ends.
 
-    With gpus, each run has one of them, and at_once does not count. A run's directory is there
-    until the next one is asked for. No run goes on after this.
+    If there are gpus, each run gets one of them, and at_once does not count. The directory of a run
+    exists until the next run is asked for. No run goes on after this function.
 
-    in_groups: no run goes on while the caller looks at one. So many as may run at once are started
-    together, and yielded when all of them have ended.
+    in_groups: no run goes on while the caller looks at one. As many runs as may run at the same
+    time are started together, and yielded when all of them have ended.
     """
     waiting = deque(enumerate(runs))
     free_gpus: list[str | None] = list(gpus) or [None] * at_once  # None: a run on a CPU
@@ -144,7 +145,7 @@ def run_all(
 
 
 class RunningProcess:
-    """A run that goes on, and ends with this process."""
+    """A run that goes on. It ends with this process."""
 
     def __init__(self, index: int, run: Run, code: Path, directory: Path, gpu: str | None) -> None:
         self.index = index
@@ -154,12 +155,12 @@ class RunningProcess:
         self.start_time = time.monotonic()
         self.seconds = 0.0  # from its start to its end
         directory.mkdir()
-        # The file stays open: the run may replace it by anything.
+        # The file stays open, since the run may replace it.
         self.log = (directory / "log").open("w+b")
         self.program = start(run, code, directory, gpu, self.log)
 
     def has_ended(self) -> bool:
-        """Return True if it has ended. It is ended if it takes too long by the clock."""
+        """Return True if the run has ended. A run that takes too long by the clock is ended now."""
         if self.program.status is not None:
             return True
         self.seconds = time.monotonic() - self.start_time
@@ -169,7 +170,7 @@ class RunningProcess:
 
     def finish(self) -> FinishedRun:
         with self.log as file:
-            size = file.seek(0, os.SEEK_END)  # any size
+            size = file.seek(0, os.SEEK_END)  # may be any size
             file.seek(max(0, size - LOG_BYTES))
             log = file.read(LOG_BYTES).decode(errors="replace").strip()
         return FinishedRun(
@@ -186,7 +187,7 @@ class RunningProcess:
 def start(run: Run, code: Path, directory: Path, gpu: str | None, log: BinaryIO) -> Program:
     """Start train.py in a session of its own, which Ctrl-C does not reach.
 
-    code has the training folder; the run writes into `directory`.
+    code: the directory of the training folder. directory: into which the run writes.
     """
     open_standard_streams()
     values = {**SILENT, **run.values, "data": run.text, "out": directory}

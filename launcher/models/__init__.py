@@ -1,1 +1,1 @@
-"""From a job to text: fetch, load, encode, sample."""
+"""Fetch and load models, encode text, and sample."""

@@ -3,8 +3,8 @@
     {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]}
 
 becomes `<|im_start|>user\\nHello<|im_end|>\\n<|im_start|>assistant\\nHi.<|im_end|>\\n`, as
-`apply_chat_template` of transformers writes it. What is in brackets is one token each. A run learns
-what the assistant says, with the token that ends it; the ids of all else are stored as ~id.
+`apply_chat_template` of transformers writes it. Each text in brackets is one token. A run learns
+the answers of the assistant, each with the token that ends it. All other ids are stored as ~id.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.models.encoder import ASSISTANT_PREFIX, Encoder
 from sm_nanogpt.launcher.values import is_utf8
 
-# A question leaves 1 / ANSWER_SHARE of the context for its answer, unless the limit of an answer is
-# lower.
+# A question leaves 1 / ANSWER_SHARE of the context for its answer, or less if an answer has a lower
+# limit.
 ANSWER_SHARE = 4
 
 
@@ -35,9 +35,9 @@ ROLES = ("system", "user", "assistant")
 
 
 def read_messages(messages: Sequence[Mapping[str, str]]) -> list[Message]:
-    """Return the messages of a conversation, each checked to have a role of ROLES and a content.
+    """Return the messages of a conversation.
 
-    Raises InputError if one lacks them, or there is no message.
+    Raises InputError if there is no message, or one has no role of ROLES or no content.
     """
     if not messages:
         raise InputError("the conversation has no message")
@@ -68,7 +68,7 @@ class ChatEncoder:
         self.line_break = array("i", line_break)
 
     def encode(self, turns: Sequence[str]) -> Iterator[bytes]:
-        """Yield the ids of each turn, which is the role, a line break, and the content."""
+        """Yield the ids of each turn, as bytes. A turn is a role, a line break, and a content."""
         for turn, content in zip(turns, self.encoder.encode(turns), strict=True):
             content_ids = array("i", content)
             is_learned = turn.startswith(ASSISTANT_PREFIX)
@@ -100,15 +100,15 @@ class TooLong(InputError):
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """What a model sees of a conversation, and how long it may answer."""
+    """The ids that a model gets of a conversation, and the limit of its answer."""
 
     ids: list[int]
     max_new_tokens: int
-    n_dropped: int  # messages that are left out
+    n_dropped: int  # the number of messages that are left out
 
 
 class Chat:
-    """A model that answers. Raises InputError if it has not learned from conversations."""
+    """A model that answers messages. Raises InputError if it has not learned from conversations."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         if not tokenizer.chats:
@@ -122,14 +122,12 @@ class Chat:
     def fit(self, messages: Sequence[Message], max_new_tokens: int) -> ChatPrompt:
         """Fit a conversation into the context, with room for an answer.
 
-        It leaves out the oldest messages after the system's. The answer ends where the context
-        does: beyond it, the question would slide out.
-
-        Raises TooLong if the system's and the last message alone do not fit, and InputError if a
-        message is not UTF-8 text.
+        The oldest messages, after that of the system, are left out. The answer ends at the end of
+        the context: beyond it, the question would slide out. Raises TooLong if the message of the
+        system and the last message alone do not fit, and InputError if a message is not UTF-8 text.
         """
         turns = self.encode_messages(messages)
-        n_instructions = 0  # the first message may be the system's
+        n_instructions = 0  # 1 if the first message is the system's
         instruction_tokens = 0
         if messages and messages[0].role == "system":
             n_instructions = 1
@@ -168,9 +166,9 @@ class Chat:
 def first_turn_that_fits(
     messages: Sequence[Message], turns: Sequence[Sequence[int]], start: int, room: int
 ) -> int | None:
-    """Return the index of the first turn from which all up to the last fit into `room` tokens.
+    """Return the index of the first turn such that it and all later turns fit into `room` tokens.
 
-    It is `start`, or a turn of the user; None if not even the last of these fits.
+    It is `start`, or the index of a turn of the user. None if not even the last such turn fits.
     """
     n_turns = len(turns)
     if n_turns == start:

@@ -1,4 +1,4 @@
-"""Encode text by a tokenizer.json."""
+"""Encode text by the tokenizer of a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from sm_nanogpt.entry_point.text import Tokenizer
 
-# The expressions by which tokenizers split a text: those of GPT-2, Qwen, and Llama 3; that of
-# Qwen3.5, which keeps combining marks with their letters, as Hindi, Thai, or Arabic with vowels
-# need it; and ours of characters.
+# The expressions by which tokenizers split a text: of GPT-2, Qwen, Llama 3, and Qwen3.5. The last
+# keeps combining marks with their letters, as Hindi, Thai, or Arabic with vowels need it. The last
+# in PATTERNS is that of our tokenizers of characters.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -29,19 +29,19 @@ LLAMA3 = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 QWEN35 = QWEN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 PATTERNS = (GPT2, QWEN, LLAMA3, QWEN35, r"[\s\S]")
 
-# Characters that are encoded as one string: tiktoken panics at a million spaces, and ids take far
-# more memory than their text.
+# The most characters that are encoded as one string: tiktoken panics at a million spaces, and ids
+# take far more memory than their text.
 MAX_PIECE = 1 << 18
 PIECES_PER_BATCH = 16  # threads share them
-ASSISTANT_PREFIX = "assistant\n"  # a turn of the assistant begins so
+ASSISTANT_PREFIX = "assistant\n"  # the beginning of a turn of the assistant
 
 
 def published_tokenizer(document: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Return the library's tokenizer of a tokenizer.json, which encodes special tokens as text.
+    """Make the library's tokenizer of a tokenizer.json. It encodes special tokens as plain text.
 
-    The library gets only the parts that encode, as published tokenizers of BPE over bytes have
-    them: other parts of a stranger's file can abort the process, or take any time and memory.
-    Raises InputError for a file of another form.
+    The library gets only the parts that encode, in the form of published tokenizers of BPE over
+    bytes. Other parts of a stranger's file could abort the process, or take any time and memory.
+    Raises InputError if the file has another form.
     """
     from tokenizers import Tokenizer
 
@@ -55,8 +55,7 @@ def published_tokenizer(document: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def check_document(document: Mapping[str, Any]) -> None:
-    """Raise ValueError if encoding by this tokenizer.json may change a text, or its form is
-    another one."""
+    """Raise ValueError if a tokenizer.json has an unknown form, or may change a text."""
     if document.get("pre_tokenizer") is None:
         raise ValueError("has no pre_tokenizer, which splits a text")
     steps = splitting_steps(document)
@@ -77,7 +76,7 @@ def check_document(document: Mapping[str, Any]) -> None:
 
 
 def is_known_step(step: Any) -> bool:
-    """Return True if a step splits a text at the edges of words or digits, as BPE here does."""
+    """Return True if a step only splits a text, in a way that is known here."""
     if not isinstance(step, dict):
         return False
     if step.get("type") != "Split":
@@ -87,9 +86,9 @@ def is_known_step(step: Any) -> bool:
 
 
 def splitting_steps(document: Mapping[str, Any]) -> list[Any]:
-    """Return the steps by which a tokenizer.json splits a text before it merges bytes.
+    """Return the steps in which a tokenizer.json splits a text before it merges bytes.
 
-    Raises ValueError if they are no list.
+    Raises ValueError if the steps are no list.
     """
     pre_tokenizer = document["pre_tokenizer"]
     if isinstance(pre_tokenizer, dict) and pre_tokenizer.get("type") == "Sequence":
@@ -98,7 +97,7 @@ def splitting_steps(document: Mapping[str, Any]) -> list[Any]:
 
 
 def encoding_parts(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a tokenizer.json that decide how a text is encoded."""
+    """The parts of a tokenizer.json that determine how a text is encoded."""
     parts: dict[str, Any] = {"version": "1.0"}
     for name in ("added_tokens", "normalizer", "pre_tokenizer"):
         parts[name] = document.get(name)
@@ -111,7 +110,7 @@ def encoding_parts(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pattern_of(document: Mapping[str, Any]) -> str | None:
-    """Return the one expression by which a tokenizer.json splits a text; None if it is not one."""
+    """Return the expression by which a tokenizer.json splits a text; None if there are several."""
     *first_steps, last = splitting_steps(document)
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False}
     if not by_bytes.items() <= last.items():
@@ -129,7 +128,7 @@ def pattern_of(document: Mapping[str, Any]) -> str | None:
 
 
 def fast_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encoding | None:
-    """Return the tokenizer in tiktoken, four times as fast; None if its ids might be others."""
+    """Make the tokenizer for tiktoken, which is four times as fast; None if ids might differ."""
     document = tokenizer.document
     model = document["model"]
     pattern = pattern_of(document)
@@ -149,11 +148,11 @@ def fast_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encodi
 def merges_by_id(
     model: Mapping[str, Any], ids: Mapping[bytes, int], library: tokenizers.Tokenizer
 ) -> bool:
-    """Return True if tiktoken gives the ids that the library gives.
+    """Return True if tiktoken gives the same ids as the library.
 
-    tiktoken merges the pair of the lowest id first; the library, the pair that comes first in its
-    list of merges. Both are the same if the list makes ids in rising order, and the bytes of each
-    id, encoded alone, become that id. `ids` has the id of each token's bytes.
+    tiktoken first merges the pair with the lowest id, and the library the pair that comes first in
+    its list of merges. Both are the same if the list makes ids in rising order, and if the bytes of
+    each id, encoded alone, give that id. `ids` has the id of each token by its bytes.
     """
     merged_tokens = {}  # by id
     for pair in model["merges"]:
@@ -173,21 +172,21 @@ def merges_by_id(
 
 
 class Encoder:
-    """Encodes texts as ids, in threads on all cores. `code` is the type of an id, as of array."""
+    """Encodes texts as ids, in threads on all cores. code: the type of an id, as for array."""
 
     def __init__(self, tokenizer: Tokenizer, code: str) -> None:
         self.tokenizer = tokenizer
         self.code = code
         self.library = published_tokenizer(tokenizer.document)
         normalizer = self.library.normalizer
-        # Qwen's changes é of two characters to é of one, which is the same text.
+        # Qwen's normalizer makes one character of é in two characters. It is the same text.
         self.normalize = str if normalizer is None else normalizer.normalize_str
         self.fast = fast_encoding(tokenizer, self.library)
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """Return the ids of each text, as bytes. Raises InputError unless they decode to it.
+        """Encode each text as the bytes of its ids. A long text is encoded in pieces.
 
-        A long text is encoded in pieces.
+        Raises InputError if the ids do not decode to the text.
         """
         if any(len(text) > MAX_PIECE for text in texts):
             return [self.encode_in_pieces(text) for text in texts]
@@ -214,7 +213,7 @@ class Encoder:
         return [encoding.ids for encoding in encodings]
 
     def check_decodes(self, ids: Sequence[int], text: str) -> None:
-        """Raise InputError, which shows the first difference, if ids do not decode to `text`."""
+        """Raise InputError, with the first difference, if ids do not decode to `text`."""
         content = b"".join([self.tokenizer.words[id] for id in ids])
         if content == text.encode():
             return

@@ -1,8 +1,8 @@
-"""Fast generation by the packaged model on this machine.
+"""Generate text fast, with the packaged model on this machine.
 
-A token costs the reading of the weights and little else, so keys and values are kept, and the
-weights are packed for the CPU. It computes what `GPT.forward` does: the tests hold it
-against the plain loop, which serves edited models.
+Most of the time of a token is spent on reading the weights. So keys and values are kept, and the
+weights are packed for the CPU. The results are those of `GPT.forward`: tests compare them with the
+plain loop, which is for edited models.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from sm_nanogpt.entry_point.model import GPT, Attention, Block, Linear, norm, ro
 from sm_nanogpt.entry_point.waiting import Waiting
 from sm_nanogpt.launcher.models.weights import copy_with_weights
 
-# With so few sequences, sampling a token takes as long as reading the weights, which int8 makes
-# smaller (PackedLinear).
+# For so few sequences, the weights are stored as int8 (PackedLinear): reading them takes most of
+# the time of a token.
 FEW_SEQUENCES = 4
-# A model with fewer parameters in its matrices gains nothing from packing: calling oneDNN takes
-# longer than reading them.
+# A model with fewer parameters in its matrices gains nothing from packing: to call oneDNN takes
+# longer than to read them.
 MIN_PACKED_PARAMETERS = 1 << 20
-# With fewer parameters, times the number of sequences, a token takes no less time by several
-# threads, and on a busy machine four times as long.
+# If the parameters, times the number of sequences, are fewer, several threads do not make a token
+# faster, and on a busy machine it takes four times as long.
 MIN_SHARED_PARAMETERS = 1 << 20
 
 # Called with the logits, float32 [B, V], and the ids, int64 [B], that were drawn from them.
@@ -35,11 +35,11 @@ Watch = Callable[[Tensor, Tensor], object]
 
 
 class KeyValueCache:
-    """The keys and values of the last `size` positions; a new one overwrites the oldest.
+    """The keys and values of the last `size` positions. A new position overwrites the oldest.
 
-    k and v hold, for each layer, [B, n_kv_head, size, head_dim]; position p lies in slot p % size.
-    Keys are rotated before they are stored, so their slot does not matter, and the context slides.
-    `size` is block_size, or n_positions if the whole text is shorter.
+    k and v have [B, n_kv_head, size, head_dim] for each layer. Position p is stored in slot
+    p % size. Keys are rotated before they are stored, so their slots do not matter, and the context
+    can slide. `size` is block_size, or n_positions if that is less.
     """
 
     def __init__(self, model: GPT, batch_size: int, n_positions: int) -> None:
@@ -54,8 +54,8 @@ class KeyValueCache:
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v [B, n_kv_head, T, head_dim] of the newest T positions of a layer.
 
-        T is 1, or the cache is empty and T is at most its size. Returns all keys and values of the
-        layer that are stored, [B, n_kv_head, n_stored, head_dim] each.
+        T is 1; if the cache is empty, it may be up to the size. Returns all stored keys and values
+        of the layer, [B, n_kv_head, n_stored, head_dim] each.
         """
         T = k.size(2)
         slot = self.length % self.size
@@ -68,22 +68,22 @@ class KeyValueCache:
 
 
 class PackedLinear(nn.Module):
-    """A Linear for inputs of few rows: float32 in and out, its products in dtype.
+    """A Linear for inputs of few rows. Inputs and outputs are float32, and products are of dtype.
 
-    The weight lies in oneDNN's own layout, which takes half the time or less. For bfloat16 and at
-    most FEW_SEQUENCES rows it is int8 instead, with a scale for each of its rows. The operators are
-    those that torch.compile turns a Linear into on a CPU.
+    The weight has the layout of oneDNN, with which it takes half the time or less. For bfloat16 and
+    at most FEW_SEQUENCES rows, the weight is int8, with a scale for each of its rows. The operators
+    are those into which torch.compile turns a Linear on a CPU.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, rows: int) -> None:
         super().__init__()
         self.dtype = dtype
         self.scale: Tensor | None = None
-        # The operator reads 16 columns at a time, and checks nothing.
+        # The operator reads 16 columns at a time, without a check.
         if dtype == torch.bfloat16 and rows <= FEW_SEQUENCES and weight.size(1) % 16 == 0:
             largest = weight.float().abs().amax(dim=1).clamp_min(1e-12)
             self.scale = (largest / 127).to(dtype)
-            # The scale was rounded, so the largest may come to 128.
+            # The scale was rounded, so the largest value may become 128.
             scaled = (weight.float() / self.scale.float()[:, None]).round_().clamp_(-127, 127)
             self.weight = scaled.to(torch.int8)
         else:
@@ -101,10 +101,11 @@ class PackedLinear(nn.Module):
 
 @torch.inference_mode()
 def sampling_copy(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
-    """Return a copy that computes in dtype, for batch_size sequences; its weights are cast once.
+    """Return a copy of a model that computes in dtype, for batch_size sequences.
 
-    On a CPU, only the matrix products of a large model are of dtype, and all else is float32: a
-    token costs the reading of their weights, so a short type elsewhere would only lose precision.
+    The weights are cast once. On a CPU, only the matrix products of a large model are of dtype, and
+    all else is float32: reading their weights takes most of the time, so a shorter type elsewhere
+    would lose precision and gain nothing.
     """
     on_cpu = model.embed.weight.device.type == "cpu"
     is_large = model.config.matrix_parameters >= MIN_PACKED_PARAMETERS
@@ -124,7 +125,7 @@ def sampling_copy(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
 
 
 def forward(model: GPT, ids: Tensor, cache: KeyValueCache) -> Tensor:
-    """Return the logits, float32 [B, V], after ids [B, T], which follow those in the cache."""
+    """Return the logits, float32 [B, V], after ids [B, T] that follow those in the cache."""
     T = ids.size(1)
     positions = torch.arange(cache.length, cache.length + T, device=ids.device)
     cos, sin = rotary(positions, model.config, model.compute_dtype)
@@ -143,7 +144,7 @@ def forward(model: GPT, ids: Tensor, cache: KeyValueCache) -> Tensor:
 def attention(
     module: Attention, layer: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache
 ) -> Tensor:
-    """Attention.forward of x [B, T, n_embd], which attends to the positions in the cache too."""
+    """As Attention.forward, for x [B, T, n_embd], which also attends to positions in the cache."""
     q, k, v = module.heads(x, cos, sin)
     k, v = cache.update(layer, k, v)
     k = repeat_kv(k, q.size(1))
@@ -155,9 +156,9 @@ def attention(
 def logits_to_probabilities(
     logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
-    """Return probabilities [B, V], which are 0 outside the top_k ids (0: all) and the nucleus.
+    """Return probabilities [B, V]. They are 0 except for the top_k ids (0: all) in the nucleus.
 
-    The nucleus is the smallest set of most likely ids with at least top_p of the probability
+    The nucleus is the smallest set of most likely ids whose probabilities sum to at least top_p
     (arXiv:1904.09751).
     """
     logits = logits / temperature
@@ -179,12 +180,12 @@ def draw(
 ) -> Tensor:
     """Draw the next ids, int64 [B], by logits [B, V].
 
-    A temperature of 0, or close to it, takes the most likely id.
+    At a temperature of about 0, the most likely id is taken.
     """
     if temperature < 1e-30:  # logits divided by a smaller number may be infinite
         return logits.argmax(dim=-1)
     probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)
-    # The same as torch.multinomial, without its checks of the probabilities.
+    # As torch.multinomial, without its checks of the probabilities.
     noise = torch.empty_like(probabilities).exponential_(generator=generator)
     return (probabilities / noise).argmax(dim=-1)
 
@@ -202,18 +203,18 @@ def generate(
     watch: Watch | None = None,
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
-    """Yield ids, int64 [B], that continue a prompt [B, T], a position at a time.
+    """Yield ids, int64 [B], that continue a prompt [B, T], one position at a time.
 
-    The same seed gives the same ids. Of a longer prompt the last block_size ids count; the context
-    then slides on. Without use_cache, each position takes a forward pass over the last block_size
-    ids, which cuts the context anew: slow, and correct for any model, so also for an edited one.
+    The same seed gives the same ids. Only the last block_size ids of a prompt count, and later the
+    context slides. Without use_cache, each position takes a forward pass over the last block_size
+    ids. That is slow, and correct for any model, also for an edited one.
     """
     size = model.config.block_size
     generator = torch.Generator(prompt.device).manual_seed(seed)
     ids = prompt[:, -size:]
     if use_cache:
         dtype = model.compute_dtype
-        if temperature < 1e-30:  # rounding must not decide between two almost equal logits
+        if temperature < 1e-30:  # rounding must not decide between two similar logits
             dtype = torch.float32
         model = sampling_copy(model, prompt.size(0), dtype)
         cache = KeyValueCache(model, ids.size(0), ids.size(1) + max_new_tokens)
@@ -240,7 +241,7 @@ def generate(
 
 @contextmanager
 def threads(n_threads: int) -> Iterator[None]:
-    """Within, torch computes with so many threads."""
+    """Let torch compute with n_threads during the body."""
     n_before = torch.get_num_threads()
     torch.set_num_threads(n_threads)
     try:

@@ -1,7 +1,7 @@
-"""Download, unpack and check the models and checkpoints of jobs.
+"""Download, unpack, and check the models and checkpoints of jobs.
 
-A fetched model is a directory HOME/models/JOB-ID/NAME, which appears when it is complete; NAME is
-`step-` and a step for a checkpoint's, or a fingerprint of the archive. Archives are not trusted.
+A fetched model is a directory HOME/models/JOB-ID/NAME, which appears when it is complete. NAME is
+`step-N` for the model of a checkpoint, or a fingerprint of the archive. Archives are not trusted.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from sm_nanogpt.launcher.settings import Settings
 logger = logging.getLogger(__name__)
 
 # Weights hardly compress: by a factor of 1.1, or 1.5 if some are still zero. An archive that
-# unpacks to much more is no model.
+# unpacks to over MAX_RATIO times its size, and RATIO_FREE_BYTES more, is no model.
 MAX_RATIO = 20
 RATIO_FREE_BYTES = 1 << 26
 MAX_MEMBERS = 1000  # a model has 6
 MAX_DEPTH = 8
-# What tarfile raises for a damaged archive; IndexError if the header of a sparse file is cut off.
+# Errors of tarfile for a damaged archive. IndexError: the header of a sparse file is cut off.
 TAR_ERRORS = (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, ValueError, IndexError)
 
 
 def model_directory(model: str, settings: Settings, entry_point: Path | None = None) -> Path:
-    """Return the directory of a model, which a user named by a path or the id of its job.
+    """Return the directory of a model that a user named by a path or by the id of its job.
 
-    The model of a job is fetched unless it is here. Raises as fetch_model, and InputError if the
-    name can be neither.
+    The model of a job is fetched unless it is here. Raises the errors of fetch_model, and
+    InputError if `model` can be neither a path nor an id.
     """
     directory = storage.path_of(model)
     if directory.is_dir() and (is_path(model) or not FULL_ID.fullmatch(model)):
@@ -68,11 +68,12 @@ def model_directory(model: str, settings: Settings, entry_point: Path | None = N
 def fetch_model(job_id: str, settings: Settings, entry_point: Path | None = None) -> Path:
     """Download a job's model, unless it is here, and return its directory.
 
-    The model of a job that failed or was stopped is that of its newest checkpoint. entry_point
-    names the folder that exports it, if its launch kept none here; without either, this raises
-    InputError. If the job cannot be looked up, for example without a network or a login, this
-    returns the model that was fetched before. Raises ServiceError if there is no such job, it still
-    runs or left nothing, or the archive is damaged.
+    If a job failed or was stopped, its model is that of the newest checkpoint. entry_point is the
+    folder that exports the checkpoint, if the launch kept none here. If the job cannot be looked
+    up, for example without a network or a login, this returns the model that was fetched before.
+
+    Raises InputError if there is no folder to export a checkpoint, and ServiceError if there is no
+    such job, if it still runs or left nothing, or if the archive is damaged.
     """
     copies: list[Path] = []
     if FULL_ID.fullmatch(job_id):
@@ -94,13 +95,13 @@ def fetch_model(job_id: str, settings: Settings, entry_point: Path | None = None
 
 
 def preferred_copy(copies: list[Path]) -> Path:
-    """Return the newest copy of the model of a job's end, or else of its checkpoints."""
+    """Return the newest copy of the final model of a job; without one, that of its checkpoints."""
     of_the_end = [copy for copy in copies if not copy.name.startswith("step-")]
     return max(of_the_end or copies, key=lambda copy: (copy / "SHA256SUMS").stat().st_mtime)
 
 
 def directory_for(description: JobDescription, settings: Settings) -> Path:
-    """Return the directory of the model of a job, or of its newest checkpoint, once it is fetched.
+    """Return the directory that the model of a job, or of its newest checkpoint, has when fetched.
 
     Raises ServiceError if the job has neither.
     """
@@ -128,9 +129,9 @@ def directory_name(step: int) -> str:
 
 
 def keep_model(description: JobDescription, settings: Settings) -> Path:
-    """Download the model of a job that will be deleted, and check it: it will be the only copy.
+    """Download the model of a job that will be deleted, and return its directory.
 
-    Returns its directory.
+    The model is checked, since it will be the only copy.
     """
     from sm_nanogpt.launcher.models.load import check_sums
 
@@ -149,9 +150,9 @@ def download(
     settings: Settings,
     entry_point: Path | None = None,
 ) -> Path:
-    """Download a job's model, unless its directory is there; return the directory.
+    """Download a job's model, unless `directory` exists; return its directory.
 
-    If the newest checkpoint is damaged, this is the directory of an earlier one.
+    If the newest checkpoint is damaged, that is the directory of an earlier checkpoint.
     """
     models_dir = settings.models_dir
     if not directory.exists():
@@ -193,9 +194,9 @@ def export(
     progress: Progress,
     entry_point: Path | None,
 ) -> int:
-    """Write the newest checkpoint that is intact as a model directory; return its step.
+    """Write the newest intact checkpoint of a job as a model directory; return its step.
 
-    Raises ServiceError if none is intact, or its folder cannot export it.
+    Raises ServiceError if no checkpoint is intact, or its training folder cannot export it.
     """
     from sm_nanogpt.launcher.models.load import export_checkpoint, read_checkpoint
 
@@ -214,7 +215,7 @@ def export(
             return export_checkpoint(checkpoint, model_dir, settings, entry_point)
         except TrainingError as error:
             problem = str(error)
-            break  # an earlier one would be no better
+            break  # the folder would also fail for an earlier checkpoint
     raise ServiceError(f"{uri}: {problem}")
 
 
@@ -251,7 +252,7 @@ def extract(archive: Path, target: Path, uri: str) -> None:
 
 
 class BoundedStream(io.RawIOBase):
-    """An unpacked gzip file, of which reading more than max_bytes raises ValueError."""
+    """An unpacked gzip file. To read more than max_bytes raises ValueError."""
 
     def __init__(self, file: gzip.GzipFile, max_bytes: int) -> None:
         self.file = file
@@ -266,7 +267,10 @@ class BoundedStream(io.RawIOBase):
 
 
 def check_member(member: tarfile.TarInfo, position: int) -> None:
-    """Raise ValueError if a member, at this position in its archive, cannot be of a model."""
+    """Raise ValueError if a member of an archive cannot belong to a model.
+
+    position: its index in the archive.
+    """
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts or "\\" in member.name or ":" in member.name:
         raise ValueError(f"{member.name!r} would lie outside of the model")

@@ -1,7 +1,8 @@
 """Load a model directory without trusting it, or export one from a checkpoint.
 
-The training folder of a model, which its SHA-256 identifies, computes it. Without that folder, the
-packaged one computes a model that is Qwen3's: its run has found that both give the same logits.
+The training folder of a model, which its SHA-256 identifies, computes the model. If that folder is
+not here, the packaged folder can compute a model of Qwen3's architecture: the run has checked that
+both give the same logits.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Training(Document):
     """training.json."""
 
     script_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    model_sha256: str = ""  # of kernels.py and model.py alone
+    model_sha256: str = ""  # of the files kernels.py and model.py
     config: dict[str, Scalar | None]
 
 
@@ -62,14 +63,14 @@ def load_model(
     """Load a model on the CPU, with float32 weights, and its tokenizer.
 
     A large model computes its products in bfloat16 if the CPU is fast at that, unless it was
-    trained with precision=float32. The folder that trained a model of ours computes it:
-    entry_point, if given, else the one that its launch kept. The packaged model, which is faster,
-    computes it if both have the same kernels.py and model.py; also if that folder is gone and the
-    model is Qwen3's, which is logged.
+    trained with precision=float32. A model of sm-nanogpt is computed by the folder that trained it:
+    entry_point, or else the folder that its launch kept. The packaged folder, which is faster,
+    replaces it if both have the same kernels.py and model.py. It also does, with a log, if that
+    folder is gone and the model has Qwen3's architecture.
 
-    Raises ServiceError if the directory holds no model of sm-nanogpt; InputError if it holds one of
-    another tool that is not of Qwen3's architecture or has other values than a model's, or if the
-    model needs the folder that trained it, which is not here.
+    Raises ServiceError if the directory has no model of sm-nanogpt. Raises InputError if it has a
+    model of another tool that is damaged or not of Qwen3's architecture, or if the model needs the
+    folder that trained it, which is not here.
     """
     directory = path_of(plain(directory))
     is_published = (directory / "config.json").exists() and not is_ours(directory)
@@ -91,14 +92,14 @@ def load_model(
 
 
 def is_edited(model: GPT) -> bool:
-    """Return True if an edited folder computes the model, and not the packaged one."""
+    """Return True if an edited folder, and not the packaged one, computes the model."""
     return type(model) is not GPT
 
 
 def is_packaged(directory: Path) -> bool:
-    """Return True if the packaged folder computes a model, unless another one is named for it.
+    """Return True if the packaged folder computes the model in a directory by default.
 
-    It runs nothing of a folder that trained the model. False for a directory that does not load.
+    This runs no code of the folder that trained the model. False if the directory does not load.
     """
     if not is_ours(directory):
         return True
@@ -123,7 +124,7 @@ class Artefact:
 
     @property
     def is_qwen3(self) -> bool:
-        """True if the packaged folder writes this config.json for the run's hyperparameters."""
+        """True if the packaged folder would write this config.json for the hyperparameters."""
         try:
             config = known_config(self.training.config)
         except (ValueError, ConfigError):
@@ -133,11 +134,11 @@ class Artefact:
 
     @property
     def is_packaged(self) -> bool:
-        """True if the packaged folder computes the model as the one that trained it."""
+        """True if the packaged folder computes the same model as the folder that trained it."""
         return self.training.model_sha256 == huggingface.MODEL_SHA256 and self.is_qwen3
 
 
-# What reading a damaged one raises.
+# The errors of reading a damaged Artefact.
 ARTEFACT_ERRORS = (Damaged, DataError, OSError, ValueError)
 
 
@@ -151,16 +152,16 @@ def read_artefact(directory: Path) -> Artefact:
 
 
 def known_config(hyperparameters: Mapping[str, Any]) -> Config:
-    """Return the packaged folder's Config, without hyperparameters that an edited one added."""
+    """Make the packaged folder's Config, without hyperparameters that only an edited one has."""
     return make_config(Source.packaged().known_hyperparameters(hyperparameters))
 
 
 def own_model(
     directory: Path, settings: Settings | None = None, entry_point: Path | None = None
 ) -> tuple[GPT, Tokenizer]:
-    """Load the model and the tokenizer that a run wrote, as load_model.
+    """Load the model and the tokenizer that a run wrote, as load_model does.
 
-    Raises FormatError if write_artefact did not write this directory, or it is damaged.
+    Raises FormatError if write_artefact did not write the directory, or if it is damaged.
     """
     try:
         check_sums(directory)
@@ -191,7 +192,7 @@ def model_by(
     """Load the weights of a directory into the model of a training folder."""
     if source.is_packaged:
         config = known_config(hyperparameters)
-        device = "meta"  # load_pretrained compares shapes before it takes memory
+        device = "meta"  # takes no memory until load_pretrained has compared shapes
     else:
         config = source.module("config").make_config(hyperparameters)
         device = "cpu"  # an edit may not support the meta device
@@ -201,13 +202,13 @@ def model_by(
     return model.eval()
 
 
-MAX_CONTEXT = 4096  # of a published model here; its memory would grow with more
+MAX_CONTEXT = 4096  # that a published model gets here; a longer one takes more memory
 
 
 def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
     """Load a model of Qwen3's architecture that another tool wrote, and its tokenizer.
 
-    The directory may be of anyone: errors of its documents, such as KeyError, are those that
+    The directory may be from anyone. Its documents may raise errors such as KeyError, which
     load_model catches.
     """
     hyperparameters = huggingface.starting_values(directory, {})
@@ -226,7 +227,7 @@ def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
 
     generation_file = directory / "generation_config.json"
     if generation_file.exists():
-        ends = read_json(generation_file).get("eos_token_id") or []  # an id, or several
+        ends = read_json(generation_file).get("eos_token_id") or []  # an id, or a list of ids
         tokenizer.ends.update(ends if isinstance(ends, list) else [ends])
     return model_by(Source.packaged(), directory, hyperparameters, len(tokenizer)), tokenizer
 
@@ -241,7 +242,7 @@ def check_sums(directory: Path) -> None:
 
 @contextlib.contextmanager
 def errors_of(source: Source) -> Iterator[None]:
-    """Turn any exception of a folder's code, except OSError, into FormatError."""
+    """Turn exceptions of a folder's code into FormatError, except for OSError."""
     try:
         yield
     except (FormatError, OSError):
@@ -258,7 +259,7 @@ def read_checkpoint(directory: Path) -> tuple[Mapping[str, Tensor], Mapping[str,
 
     Raises TrainingError if there is none.
     """
-    # load_latest prints which checkpoints it skips.
+    # load_latest prints the checkpoints that it skips.
     with errors_of(Source.packaged()), contextlib.redirect_stdout(sys.stderr):
         loaded = Checkpoints(directory).load_latest()
     if loaded is None:
@@ -274,7 +275,7 @@ def export_checkpoint(
 ) -> int:
     """Export a checkpoint as a model directory, by the folder that trained it; return its step.
 
-    Raises FormatError if the folder cannot read it, InputError if the folder is not here.
+    Raises FormatError if the folder cannot read it, and InputError if the folder is not here.
     """
     tensors, document = checkpoint
     with errors_of(Source.packaged()):

@@ -1,4 +1,4 @@
-"""The moments of a training: the model at earlier steps, from the weights that its run kept."""
+"""Read the moments of a training: the model at earlier steps, whose weights its run kept."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Moment:
-    """A model as it was after so many steps of its generation, which is counted from 1 on; None if
-    its run trains only one."""
+    """A model as it was after so many steps of its generation.
+
+    generation is counted from 1; None if the run trains only one generation.
+    """
 
     step: int
     model: GPT
@@ -32,11 +34,11 @@ class Moment:
 
 
 def read_moments(directory: Path, model: GPT) -> list[Moment]:
-    """The model in a directory at the steps that its run kept of its generation, and at last the
-    model itself.
+    """Read the moments that a run kept of the generation of its model. The last one is the model
+    itself.
 
-    An empty list if it kept none, or an edited folder computes the model. Raises ServiceError if a
-    file is damaged or of another model.
+    Returns [] if the run kept none, or if an edited folder computes the model. Raises ServiceError
+    if a file is damaged or of another model.
     """
     paths = sorted((directory / DIRECTORY).glob(FILES))
     if not paths or is_edited(model):
@@ -55,7 +57,10 @@ def read_moments(directory: Path, model: GPT) -> list[Moment]:
 
 
 def generation_of(step: int, config: Mapping[str, Any]) -> tuple[int, int | None]:
-    """The steps before the generation of a step, and its number; 0 and None in a run of one."""
+    """The number of steps before the generation of a step, and the number of the generation.
+
+    These are 0 and None if the run trains one generation.
+    """
     if config.get("generations", 1) == 1:
         return 0, None
     max_steps = config["max_steps"]
@@ -68,7 +73,7 @@ def step_of(path: Path) -> int:
 
 
 def read_moment(path: Path, model: GPT) -> GPT:
-    """A model of this shape with the weights in a file."""
+    """Read a model with the shape of `model` and the weights in a file."""
     tensors, _ = read_safetensors(path, sealed=True, largest=MAX_HEADER)
     check_shapes(model.state_dict(), tensors, path.name)
     check_values(path, tensors)
@@ -76,7 +81,7 @@ def read_moment(path: Path, model: GPT) -> GPT:
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """Up to `count` items, the first and the last among them, as evenly as they can be."""
+    """Choose up to `count` items at equal distances, with the first and the last."""
     if count >= len(items):
         return list(items)
     if count <= 1:

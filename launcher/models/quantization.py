@@ -1,8 +1,8 @@
-"""Weights in few bits: whole numbers in groups, each group with a scale of its own.
+"""Quantize weights: store them in few bits, in groups that each have a scale.
 
-A matrix is cut into groups of GROUP weights in the order of its rows. A weight is its group's scale
-times a whole number of `bits` bits, as in the Q formats of llama.cpp. Weights of norms, which are
-few, stay float32.
+A matrix is cut into groups of GROUP weights, row after row. A weight is the scale of its group
+times a whole number of `bits` bits, as in the Q formats of llama.cpp. The weights of norms are few,
+and stay float32.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from torch import Tensor
 from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.launcher.models.weights import copy_with_weights
 
-GROUP = 32  # weights of one scale
+GROUP = 32  # weights that share a scale
 BITS = (4, 5, 6, 7, 8)
-HEAD_BITS = 2  # more for the matrix whose errors stand in the logits, as no later layer mends them
-# Factors on the scale with which the largest weight of a group would just fit: a smaller scale cuts
-# the largest weights, and is finer for all others.
+HEAD_BITS = 2  # additional bits of the head, whose errors no later layer corrects
+# Factors of the scale with which the largest weight of a group just fits. A smaller scale cuts the
+# largest weights, and is finer for all others.
 SHRINKAGE = torch.linspace(0.7, 1.0, 16)
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A matrix: codes, int8 [groups, GROUP], and scales, float16 [groups]; the last group has
-    zeros at its end where the matrix has no more weights."""
+    """A quantized matrix: codes, int8 [groups, GROUP], and scales, float16 [groups].
+
+    The last group is filled up with zeros.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -40,8 +42,8 @@ class Quantized:
 
 
 def quantize(matrix: Tensor, bits: int) -> Quantized:
-    """The codes and scales of a matrix that lose least: of several scales for each group, the one
-    with the smallest sum of squared errors."""
+    """Quantize a matrix. Each group gets the scale, of several, with the smallest sum of squared
+    errors."""
     largest_code = 2 ** (bits - 1) - 1
     n_missing = -matrix.numel() % GROUP
     groups = torch.nn.functional.pad(matrix.detach().float().flatten(), (0, n_missing))
@@ -62,15 +64,16 @@ def quantize(matrix: Tensor, bits: int) -> Quantized:
 
 
 def encode(groups: Tensor, scales: Tensor, largest_code: int) -> Tensor:
-    """The codes of groups [n, GROUP] with these scales, float16 [n], as float32."""
+    """The codes, as float32, of groups [n, GROUP] with these scales, float16 [n]."""
     divisors = scales.float().clamp_min(1e-20)[:, None]
     return (groups / divisors).round().clamp(-largest_code, largest_code)
 
 
 def quantize_model(model: GPT, bits: int) -> dict[str, Quantized | Tensor]:
-    """Each parameter by its name: matrices quantized, weights of norms as they are.
+    """Quantize the matrices of a model; return all parameters by name.
 
-    The head has HEAD_BITS more than the others, up to 8.
+    The weights of norms stay as they are. The head has HEAD_BITS more than the other matrices, up
+    to 8 in total.
     """
     head = "embed.weight" if model.head is None else "head.weight"
     parameters: dict[str, Quantized | Tensor] = {}

@@ -1,4 +1,4 @@
-"""Generate text with a fetched model."""
+"""Sample text from a model."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def stream_samples(
 ) -> Iterator[list[str]]:
     """Sample texts; yield, token by token, a list with the next piece of each sample.
 
-    A piece holds whole characters, so it is empty where a token ends inside of one. The prompt is a
-    text or ids (default: the start of a document, or a newline), and is not repeated. A sample ends
-    with its document or turn, or after max_new_tokens. The same arguments give the same text.
-    temperature 0 takes the most likely token; top_k 0 and top_p 1 allow all. watch is called with
-    the logits, float32 [num_samples, V], and the ids, int64 [num_samples], of each step, before its
-    pieces are yielded.
+    A piece has whole characters, so it is empty if a token ends inside of a character. The prompt
+    is a text or ids (default: the start of a document, or a newline), and is not repeated. A sample
+    ends with its document or turn, or after max_new_tokens. The same arguments give the same text.
+    temperature 0 takes the most likely token; top_k 0 and top_p 1 allow all tokens. watch is called
+    with the logits, float32 [num_samples, V], and the ids, int64 [num_samples], of each step,
+    before its pieces are yielded.
 
     Raises:
         InputError: the prompt is empty or has characters that are not in the vocabulary, or a
@@ -73,7 +73,8 @@ def stream_samples(
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, size: int) -> list[int]:
-    """Return the last `size` ids of a prompt. Raises InputError if the model cannot read it."""
+    """Encode a prompt, and return its last `size` ids. Raises InputError if the model cannot read
+    it."""
     if not prompt:
         raise InputError("the prompt is empty; leave it out to start with a new text")
     if not is_utf8(prompt):
@@ -87,14 +88,14 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, size: int) -> list[int]:
 
 
 def check_known(tokenizer: Tokenizer, text: str, title: str) -> None:
-    """Raise InputError, which calls the text by its title, if some characters have no ids."""
+    """Raise InputError if characters of a text have no ids. title: its name in the error."""
     unknown = unknown_in(tokenizer, text)
     if unknown:
         raise unknown_characters(title, unknown)
 
 
 def unknown_in(tokenizer: Tokenizer, text: str) -> set[str]:
-    """Return the characters of a text that have no ids in a vocabulary of characters."""
+    """Return the characters of a text that a vocabulary of characters lacks."""
     if tokenizer.unit != "characters":
         return set()
     return {*text} - {word.decode() for word in tokenizer.words}
@@ -109,8 +110,9 @@ def stream_answers(
 ) -> Iterator[list[str]]:
     """Sample answers to a text or to messages; yield their pieces as stream_samples does.
 
-    A model of conversations takes a text as a message; any other continues it. Raises InputError as
-    stream_samples, or if the messages do not fit, or the model has not learned from conversations.
+    A model of conversations takes a text as a message; any other model continues the text. Raises
+    InputError as stream_samples, if the messages do not fit, or if the model has not learned from
+    conversations.
     """
     if isinstance(prompt, str) and tokenizer.chats:
         prompt = [Message("user", prompt)]
@@ -123,9 +125,9 @@ def stream_answers(
 def decode_steps(
     steps: Iterator[torch.Tensor], tokenizer: Tokenizer, num_samples: int
 ) -> Iterator[list[str]]:
-    """Yield the pieces of text of each step's ids, int64 [num_samples].
+    """Decode the ids of each step, int64 [num_samples]; yield the next piece of each sample.
 
-    Raises ServiceError if an edited script fails to compute a step.
+    Raises ServiceError if an edited folder fails to compute a step.
     """
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(num_samples)]
     ended = set[int]()  # samples
