@@ -17,7 +17,7 @@ from sm_nanogpt.launcher.text.repeats import (
     RUN,
     repeated_share,
     sampled_ranges,
-    share_within,
+    share_within_text,
 )
 
 
@@ -102,8 +102,8 @@ def test_all_of_many_files_are_compared(tmp_path):
         path.write_text(f"Title {number}\n{words(seed, 100)}\n")
         files.append(File(path.name, path))
     n_characters = sum(file.path.stat().st_size for file in files)
-    assert share_within(files, n_characters) > 0.95
-    assert share_within(files[:18], n_characters * 18 // 20) == 0
+    assert share_within_text(files, n_characters) > 0.95
+    assert share_within_text(files[:18], n_characters * 18 // 20) == 0
 
 
 def test_tokens_of_a_text_that_stands_twice_are_said(cli, twice):
