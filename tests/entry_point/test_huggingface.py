@@ -53,9 +53,7 @@ def model_copy(artefact, tmp_path):
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "tokenizer.json", "model.safetensors", "meta.json"]
-)
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors", "meta.json"])
 def test_a_run_opens_only_regular_files(model_copy, text_file, tmp_path, name):
     """This holds for its initial model and for its data: a pipe would never end."""
     data = text_file
@@ -159,7 +157,6 @@ def change_json(directory: Path, name: str, change: Callable[[Any], object]) -> 
 Q = "model.layers.0.self_attn.q_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"
 V = "model.layers.0.self_attn.v_proj.weight"
-EMBEDDING = "model.embed_tokens.weight"
 EXTRA = "model.layers.2.mlp.up_proj.weight"  # of a layer that the model has not
 
 
@@ -167,10 +164,8 @@ EXTRA = "model.layers.2.mlp.up_proj.weight"  # of a layer that the model has not
     "name, change, shape",
     [
         (V, lambda t: t.pop(V), "nothing"),
-        (EMBEDDING, lambda t: t.update({EMBEDDING: t[EMBEDDING][:-1].clone()}), ", 64]"),
         (Q, lambda t: t.update({Q: t[Q][:, :-2].clone()}), "[64, 62]"),
         (K, lambda t: t.update({Q: torch.zeros(128, 64), K: torch.zeros(0, 64)}), "[0, 64]"),
-        (Q, lambda t: t.update({Q: torch.tensor(1.0)}), "[] in the model"),
         (EXTRA, lambda t: t.update({EXTRA: torch.zeros(2)}), "[2]"),
     ],
 )
@@ -186,9 +181,7 @@ def test_tensors_that_do_not_fit_are_a_format_error(model_copy, name, change, sh
         ("training.json", lambda d: d["config"].update(n_embd=128), r", 64\] in the model and"),
         ("training.json", lambda d: d["config"].update(n_embd="many"), "n_embd='many'"),
         ("training.json", lambda d: d.update(config=[]), "training.json .*config: "),
-        ("training.json", lambda d: d.pop("config"), "training.json .*config: "),
         ("tokenizer.json", lambda d: d["model"]["vocab"].update(a=10_000), r"10001, 64\]"),
-        ("tokenizer.json", lambda d: d["model"]["vocab"].update(a="b"), "is no tokenizer"),
         ("tokenizer.json", lambda d: d.update(model={"vocab": {"ab": 0}}), "is no tokenizer"),
         ("tokenizer.json", lambda d: d.update(model=[]), "tokenizer.json is no tokenizer"),
     ],
