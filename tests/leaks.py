@@ -20,30 +20,17 @@ def insert_before(anchor: str, code: str) -> tuple[str, str]:
 
 
 LEAKS: dict[str, tuple[str, str]] = {
-    "no mask": (KERNEL, "q, k, v, None, dropout, is_causal=False"),
     "mask off by one": (KERNEL, f"q, k, v, {ALL}.tril(1), dropout"),
     "shift": insert_after(EMBEDDED, "x = x + 0.1 * x.roll(-1, 1)"),
     "window mean": insert_before(BLOCK, "x = x - x.mean(1, keepdim=True)"),
-    "normalizer over time": insert_after(
-        EMBEDDED, "x = x / x.square().mean((1, 2), keepdim=True).sqrt()"
-    ),
-    "largest over time": insert_before(BLOCK, "x = x / x.abs().amax((1, 2), keepdim=True)"),
     "a thousandth of a value": insert_before(ATTENTION, "v = v + 1e-3 * v.roll(-1, 2)"),
     "one of ten positions": insert_after(
         EMBEDDED, "x = x + x.roll(-1, 1) * (torch.arange(x.size(1)) % 10 == 3)[:, None]"
     ),
-    "second layer": (
-        LAYERS,
-        "        for index, block in enumerate(self.blocks):\n"
-        "            x = x + 0.1 * (index == 1) * x.roll(-1, 1)\n",
-    ),
     "after 100 tokens": insert_after(
         EMBEDDED, "x = torch.cat((x[:, :100], x[:, 100:] + x[:, 100:].roll(-1, 1)), dim=1)"
     ),
-    "centered convolution": insert_before(LAST, "x = x + F.avg_pool1d(x.mT, 3, 1, 1).mT"),
     "tokens chosen over time": insert_before(
         BLOCK, "x = x * (x[..., :1] >= x[..., :1].median(1, True)[0])"
     ),
-    "sum from the end": insert_after(EMBEDDED, "x = x + 0.01 * x.flip(1).cumsum(1).flip(1)"),
-    "keys of the next token": insert_before(ATTENTION, "k = k + 0.1 * k.roll(-1, 2)"),
 }

@@ -12,7 +12,7 @@ import runs
 import torch
 import torch.nn.functional as F
 from edits import EDITS, HEAD, module_of
-from leaks import ALL, BLOCK, EMBEDDED, KERNEL, LAYERS, LEAKS, insert_after, insert_before
+from leaks import BLOCK, LAYERS, LEAKS, insert_before
 from models import tokenizer_of
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from sm_nanogpt.entry_point.causality import Leak, find_leak
 V = 11
 MASKED = "    if mask is not None:\n"
 HONEST: dict[str, list[tuple[str, str]]] = {
-    **{name: edits for name, edits in EDITS.items() if name != "buffers"},
+    "learned positions": EDITS["learned positions"],
     "linear biases of attention": [  # as ALiBi
         (
             MASKED,
@@ -30,12 +30,6 @@ HONEST: dict[str, list[tuple[str, str]]] = {
             f"    mask = mask.masked_fill(mask > 0, -torch.inf)\n{MASKED}",
         )
     ],
-    "smear of the previous token": [
-        insert_after(EMBEDDED, "x = x + 0.3 * F.pad(x, (0, 0, 1, -1))"),
-    ],
-    "convolution over the past": [
-        insert_before(BLOCK, "x = x + F.avg_pool1d(F.pad(x.mT, (3, 0)), 4, 1).mT")
-    ],
     "long convolution": [  # by Fourier transforms, whose rounding moves earlier positions
         insert_before(
             BLOCK,
@@ -43,16 +37,9 @@ HONEST: dict[str, list[tuple[str, str]]] = {
             "x = x + torch.fft.irfft(torch.fft.rfft(x, n, 1) * decay, n, 1)[:, : n // 2]",
         )
     ],
-    "mean over the past": [
-        insert_before(BLOCK, "x = x + x.cumsum(1) / torch.arange(1, x.size(1) + 1)[:, None]")
-    ],
     "masked columns": [(HEAD, f"{HEAD}\n        logits[..., 9:] = -torch.inf")],
     "bfloat16": [
         insert_before(LAYERS, "x, cos, sin = x.bfloat16(), cos.bfloat16(), sin.bfloat16()")
-    ],
-    "layers in parallel": [("y = norm(x, self.mlp_norm)", "y = x")],
-    "window of 8 tokens": [
-        (KERNEL, f"q, k, v, {ALL}.tril().triu(-7), dropout"),
     ],
 }
 
@@ -87,9 +74,8 @@ def test_an_honest_edit_has_no_leak(edit, leak_of):
     assert leak_of(*HONEST[edit]) is None
 
 
-@pytest.mark.parametrize("values", [{"n_kv_head": 1}, {"tie_embeddings": True}, {"vocab_size": 64}])
-def test_the_packaged_model_has_no_leak(values, leak_of):
-    assert leak_of(**values) is None
+def test_the_packaged_model_has_no_leak(leak_of):
+    assert leak_of(n_kv_head=1, tie_embeddings=True, vocab_size=64) is None
 
 
 def test_a_mask_of_documents_that_looks_ahead_is_found(tmp_path):
@@ -130,7 +116,7 @@ def next_at(distance: int) -> Any:
     return logits
 
 
-@pytest.mark.parametrize("distance", [1, 2, 40])
+@pytest.mark.parametrize("distance", [1, 40])
 def test_a_leak_names_the_position_and_its_source(distance):
     leak = find_leak(next_at(distance), torch.randint(V, (4, 64)), V, seed=3, n_cuts=64)
     assert leak is not None

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import models
 import pytest
 import torch
 from models import SMALL, alone, ids, lively, optimizer_of, small_config
+from runs import run
 
 from sm_nanogpt.entry_point import optim
 from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.optim import Muon, gradient_of, learning_rate_scale, orthogonalize, tall
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(64, 64), (128, 32), (64, 1)])
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [
+        ((64, 64), torch.float32),
+        ((64, 64), torch.float16),
+        ((128, 32), torch.bfloat16),
+        ((64, 1), torch.float32),
+    ],
+)
 def test_orthogonalized_matrices_have_singular_values_near_one(shape, dtype):
     """As near as three rounds come: from a spread of 1 : 1000 to within 0.88 of one."""
     generator = torch.Generator().manual_seed(1)
@@ -34,9 +43,7 @@ def test_orthogonalized_matrices_have_singular_values_near_one(shape, dtype):
     assert float((u.T @ update @ vt.T - values.diag()).abs().max()) < 0.05
 
 
-@pytest.mark.parametrize(
-    "dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 0.01)]
-)
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.float16, 0.01)])
 def test_orthogonalizing_ignores_the_size_of_the_gradient(dtype, error):
     matrices = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(1))
     direction = orthogonalize(matrices, dtype)
@@ -75,15 +82,16 @@ def test_the_update_of_a_tall_matrix_is_larger(rows, columns, n_fused, factor):
     torch.testing.assert_close(tall(weight, n_fused), -0.02 * factor * expected)
 
 
-PEAK = """
+PEAK = f"""
 import itertools, json, sys
 import torch
 from sm_nanogpt.entry_point import optim
+sys.path.insert(0, {str(Path(models.__file__).parent)!r})
 from models import SMALL, alone
 
 torch.set_num_threads(1)
 optim.SLICE = 1 << 14
-weights = {str(i): (torch.zeros(64, 64), 1) for i in range(64)}
+weights = {{str(i): (torch.zeros(64, 64), 1) for i in range(64)}}
 for weight, _ in weights.values():
     weight.grad = torch.ones_like(weight)
 for dtype in (torch.float32, torch.bfloat16):
@@ -96,7 +104,7 @@ for dtype in (torch.float32, torch.bfloat16):
         events = json.load(file)["traceEvents"]
     changes = [event for event in events if event["name"] == "[memory]"]
     changes.sort(key=lambda event: event["ts"])
-    print(max(itertools.accumulate(event["args"]["Bytes"] for event in changes)))
+    print("peak", max(itertools.accumulate(event["args"]["Bytes"] for event in changes)))
 """
 
 
@@ -105,10 +113,10 @@ def test_a_step_of_muon_needs_memory_for_one_slice(tmp_path):
 
     In a process of its own: after a compiler that failed, torch keeps a slice longer.
     """
-    command = [sys.executable, "-c", PEAK, str(tmp_path / "trace.json")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    output = subprocess.check_output(command, env=env, text=True)
-    in_float32, in_bfloat16 = (int(peak) for peak in output.split()[-2:])
+    command = (sys.executable, "-c", PEAK)
+    end = run([str(tmp_path / "trace.json")], cwd=tmp_path, command=command)
+    assert end.status == 0, end.output
+    in_float32, in_bfloat16 = map(int, re.findall(r"^peak (\d+)$", end.output, re.MULTILINE))
     numbers = 1 << 14  # of a slice; each of them takes some bytes, and the norms a little
     assert 4 * numbers < in_float32 < 12.1 * numbers
     assert 4 * numbers < in_bfloat16 < 10.1 * numbers
@@ -142,8 +150,7 @@ def test_two_slices_at_most_travel_between_ranks(monkeypatch):
     assert not travelling
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("optimizer, tied", [("muon", False), ("muon", True), ("adamw", False)])
 def test_every_weight_is_trained_and_every_state_has_a_name(optimizer, tied):
     config = small_config(optimizer=optimizer, tie_embeddings=tied)
     model = lively(config).train()
@@ -176,6 +183,24 @@ def test_weight_decay_shrinks_only_the_matrices(optimizer):
         assert has_shrunk == name.startswith("blocks"), name
 
 
+@pytest.mark.parametrize(
+    "tied, rates",
+    [(False, {"embed.weight": 0.3, "head.weight": 0.5}), (True, {"embed.weight": 0.5})],
+)
+def test_an_embedding_that_is_no_head_has_its_own_rate(tied, rates):
+    """With muon. AdamW's first step is as long as its learning rate."""
+    config = small_config(tie_embeddings=tied, embedding_learning_rate=0.3, head_learning_rate=0.5)
+    model = lively(config)
+    first_weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer_of(model).step(1.0)
+    parameters = dict(model.named_parameters())
+    for name, rate in rates.items():
+        change = first_weights[name] - parameters[name]
+        torch.testing.assert_close(change, torch.full_like(change, rate))
+
+
 def test_gradients_are_clipped_to_grad_clip():
     config = small_config(grad_clip=1e-3, optimizer="adamw")
     model = lively(config)
@@ -198,7 +223,6 @@ def scale(step: int, **changes: Any) -> float:
     [
         ({}, {0: 1, 10: 1, 20: 1, 21: 79 / 80, 60: 0.5, 99: 1 / 80}),
         ({"final_learning_rate": 0.1}, {60: 0.1 + 0.9 * 0.5, 99: 0.1 + 0.9 / 80}),
-        ({"final_learning_rate": 1.0}, {99: 1}),
         ({"warmup_steps": 4}, {0: 0.2, 1: 0.4, 2: 0.6, 3: 0.8, 4: 1}),
         ({"decay_fraction": 0.0}, {99: 1}),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import time
@@ -11,7 +12,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from models import lively
 from trainings import trainer_of
 
 from sm_nanogpt.entry_point.checkpoint import Checkpoints
@@ -41,8 +41,7 @@ def test_short_windows_double_up_to_the_block_size(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "short_windows, expected",
-    [(0.6, [1, 1, 2, 2, 4, 4, 8, 8]), (1.0, [1, 1, 2, 2, 4, 4]), (0.0, [8, 8])],
+    "short_windows, expected", [(0.6, [1, 1, 2, 2, 4, 4, 8, 8]), (1.0, [1, 1, 2, 2, 4, 4])]
 )
 def test_the_warm_up_makes_two_steps_of_each_window_length(tmp_path, short_windows, expected):
     values = dict(block_size=8, short_windows=short_windows, max_steps=10**9)
@@ -55,7 +54,7 @@ def test_the_warm_up_makes_two_steps_of_each_window_length(tmp_path, short_windo
     assert lengths == expected
 
 
-@pytest.mark.parametrize("rows, passes", [(12, 2), (12, 4), (12, 12), (13, 2), (14, 4)])
+@pytest.mark.parametrize("rows, passes", [(12, 12), (14, 4)])
 def test_accumulated_gradients_equal_the_whole_batchs(tmp_path, monkeypatch, rows, passes):
     whole = trainer_of(tmp_path, batch_size=rows)
     monkeypatch.setattr(Config, "passes", lambda *_: passes)
@@ -67,9 +66,8 @@ def test_accumulated_gradients_equal_the_whole_batchs(tmp_path, monkeypatch, row
         torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_gradients_too_small_for_float16_are_not_lost_in_it(tmp_path, passes):
-    values = dict(batch_size=1024, block_size=8, gradient_accumulation_steps=passes)
+def test_gradients_too_small_for_float16_are_not_lost_in_it(tmp_path):
+    values = dict(batch_size=1024, block_size=8, gradient_accumulation_steps=2)
     exact = trainer_of(tmp_path, precision="float32", **values)
     exact.passes.forward_backward(0)
     rounded = trainer_of(tmp_path, precision="float16", **values)
@@ -103,16 +101,6 @@ def test_dropout_is_a_function_of_seed_step_pass_and_rank(tmp_path, monkeypatch)
     assert len(set(seeds)) == 6
 
 
-def test_dropout_is_drawn_from_the_steps_own_seed(tmp_path):
-    trainer = trainer_of(tmp_path, dropout=0.5)
-    trainer.model.load_state_dict(lively(trainer.config).state_dict())
-    torch.manual_seed(1)
-    loss = trainer.passes.forward_backward(3)
-    torch.manual_seed(2)
-    assert torch.equal(trainer.passes.forward_backward(3), loss)
-    assert not torch.equal(trainer.passes.forward_backward(4), loss)
-
-
 @pytest.mark.parametrize("cost, steps", [(1.0, [2, 8]), (0.0, [2, 4, 6, 8])])
 def test_best_weights_are_exported_without_their_checkpoint(
     tmp_path, monkeypatch, capsys, cost, steps
@@ -137,6 +125,9 @@ def test_best_weights_are_exported_without_their_checkpoint(
     assert saved_steps == steps
     model, _ = own_model(tmp_path / "model")
     assert torch.equal(model.embed.weight, evaluated[1])
+    training = json.loads((tmp_path / "model/training.json").read_text())
+    assert training["step"] == 4
+    assert training["val_loss"] == 2.0
     assert "note: the model is that of step 4; " in capsys.readouterr().out
 
 
@@ -187,7 +178,6 @@ def test_a_resumed_run_exports_the_best_weights_before_it(tmp_path, monkeypatch)
         (False, 0.0, 2.0, 100),
         (False, 0.0, 60.0, 600),
         (False, 30.0, 2.0, 30),
-        (False, 3600.0, 1.0, 3600),
         (True, 3600.0, 1.0, 50),  # evaluations spend 2 % of the time on them
     ],
 )

@@ -142,11 +142,10 @@ def test_idle_threads_are_there_until_they_end():
 
 
 @has_gnu
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_how_threads_wait_changes_no_bit(tmp_path, two_threads, precision):
+def test_how_threads_wait_changes_no_bit(tmp_path, two_threads):
     ends = []
     for sleeps in (False, True):
-        trainer = trainer_of(tmp_path / str(sleeps), n_embd=128, precision=precision)
+        trainer = trainer_of(tmp_path / str(sleeps), n_embd=128)
         if sleeps:
             trainer.waiting.sleep()
         trainer.train_step()
