@@ -47,7 +47,8 @@ test test-all: lint .venv-contract/installed
 
 # What the trainings of the tests compare does not depend on the instructions of the CPU. The tests
 # of these files compare no numbers that it computed.
-computes_nothing := config container distributed errors files output text watchdog
+computes_nothing := checkpoint config container cores data device distributed errors files output \
+	text watchdog
 
 test-older-cpu: .venv/installed-for-tests
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 $(pytest) -q -r '' tests/entry_point \
