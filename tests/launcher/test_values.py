@@ -50,13 +50,6 @@ def test_a_sweep_takes_any_sequence_of_values():
         assert [type(value) for value in plain_values] == [type(value) for value in expected]
 
 
-def test_columns_of_pandas_are_taken_as_lists():
-    pandas = pytest.importorskip("pandas")
-    assert list_values("x", pandas.Series([0.5, 0.25])) == [0.5, 0.25]
-    assert list_values("x", pandas.Index([1, 2])) == [1, 2]
-    assert plain(pandas.Series([3])[0]) == 3
-
-
 def test_no_list_of_different_values_is_refused():
     cases = ["adamw", np.array(5), [], [0.1, 0.1], [0.1, math.inf], np.eye(2), [None, 1], [b"a"]]
     for case in cases:

@@ -50,6 +50,8 @@ def test_the_archive_of_slack_has_the_names_of_people(tmp_path):
     chats, skipped = conversations(path, me="Bob")
     assert chats == [CHAT, CHAT]
     assert skipped.talks.authors == {"Bob": 2, "U2": 2}
+    _, skipped = conversations(zip_of(tmp_path / "days.zip", days), me="U1")
+    assert skipped.talks.authors == {"U1": 2, "U2": 2}
 
 
 def test_other_files_of_an_archive_are_counted(tmp_path):

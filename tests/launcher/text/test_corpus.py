@@ -43,13 +43,6 @@ def test_upload_data_in_python_refuses_as_the_command(paths, options, reason):
         upload_data(paths, **options)
 
 
-def test_upload_data_takes_any_paths_and_one_pattern(home, tmp_path):
-    for name in ("a.txt", "b.py", "c.py"):
-        (tmp_path / name).write_text(f"{name} {LONG}")
-    upload = upload_data((path for path in [tmp_path]), include="*.py", exclude="c.py")
-    assert upload.files == ("a.txt", "b.txt")
-
-
 @pytest.mark.parametrize(("times", "preset"), [(1, " --preset auto"), (60, "")])
 def test_the_suggested_launch_fits_a_short_text(cli, source, times, preset):
     source.write_text(LONG * times)

@@ -18,8 +18,6 @@ from texts import FRENCH, LONG, stored
 from sm_nanogpt import InputError, upload_data
 from sm_nanogpt.launcher.cli.remedies import sentence
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.text import corpus
-from sm_nanogpt.launcher.text.channels import find_channel
 from sm_nanogpt.launcher.text.documents import (
     Survey,
     read_pieces,
@@ -31,7 +29,7 @@ from sm_nanogpt.launcher.text.files import FileOptions, find_files
 from sm_nanogpt.launcher.text.reading import detect_file
 from sm_nanogpt.launcher.text.records import read_json_lines
 from sm_nanogpt.launcher.text.sources import TextSource
-from sm_nanogpt.launcher.text.store import Upload, find_upload
+from sm_nanogpt.launcher.text.store import find_upload
 from sm_nanogpt.launcher.text.unpacking import zstd
 
 ACCENTS = "L’été à la rivière, façade et fenêtre.\n" * 20
@@ -105,19 +103,6 @@ def test_a_bad_byte_in_read_json_lines_is_no_other_encoding():
     assert refused.value.code == "mend-utf8"
 
 
-@pytest.mark.parametrize(
-    ("text", "encoding"),
-    [
-        ("春江潮水连海平，海上明月共潮生。" * 200, "gb18030"),
-        ("The café is old. " * 90 + "é", "cp1252"),
-    ],
-)
-def test_an_encoding_is_taken_for_texts_in_it(text, encoding, tmp_path):
-    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
-    assert detect_file(tmp_path / "a.txt", encoding=encoding).encoding == encoding
-    assert as_utf8(io.BytesIO(text.encode(encoding)), "", encoding).read().decode() == text
-
-
 def test_another_encoding_has_places_too():
     content = "あ\nい\n".encode("euc_jp") + b"a\xff"
     with pytest.raises(InputError, match=r"is not EUC_JP text \(line 3, column 2: byte 0xff\)"):
@@ -139,28 +124,16 @@ def test_what_is_read_is_plain_utf8(name, tmp_path):
     assert list(read_pieces(detect_file(tmp_path / name))) == [FRENCH]
 
 
-def check_upload_of_french(upload: Upload, home: Path) -> None:
+def test_what_is_sent_is_plain_utf8(home, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    (tmp_path / "a.md.ZST").write_bytes(ENCODED["a.md.ZST"])
+    upload = upload_data(tmp_path / "a.md.ZST")
     (path,) = stored(upload.uri).iterdir()
     assert path.read_text() == FRENCH
     assert upload.characters == len(FRENCH)
     assert upload.size == len(FRENCH.encode())
     assert find_upload(upload.uri, Settings(home=home)) is not None
-
-
-def test_what_is_sent_is_plain_utf8(home, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    (tmp_path / "a.md.ZST").write_bytes(ENCODED["a.md.ZST"])
-    check_upload_of_french(upload_data(tmp_path / "a.md.ZST"), home)
     assert "converted to UTF-8: 1 of 1 files, from utf-16" in caplog.messages
-
-
-def test_what_a_launch_sends_is_plain_utf8(home, tmp_path):
-    (tmp_path / "a.md.ZST").write_bytes(ENCODED["a.md.ZST"])
-    settings = Settings(home=home)
-    channel = find_channel(str(tmp_path / "a.md.ZST"), settings)
-    assert channel.upload is not None
-    corpus.send(channel.upload, channel.sources, settings, lambda n: None)
-    check_upload_of_french(channel.upload, home)
 
 
 def texts_of(folder: Path, encoding: str) -> list[str]:
@@ -176,8 +149,6 @@ def test_an_encoding_is_for_what_is_not_utf8(tmp_path, caplog):
     (tmp_path / "d.txt").write_bytes(LONG.encode())
     assert texts_of(tmp_path, "cp1252") == [FRENCH, FRENCH, FRENCH, LONG]
     assert "converted to UTF-8: 1 of 4 files, from cp1252" in caplog.messages
-    with pytest.raises(InputError, match=r"a.txt: is not EUC_JP text"):
-        texts_of(tmp_path, "euc_jp")
 
 
 def test_utf16_without_a_mark_needs_the_order_of_its_bytes(tmp_path):

@@ -60,14 +60,6 @@ def test_the_command_of_an_error_makes_documents(form, tmp_path):
         assert documents == TEXTS
 
 
-def test_an_object_names_the_array_in_it(tmp_path):
-    export = {"version": "1", "data": RECORDS}
-    (tmp_path / "a.json").write_text(json.dumps(export, indent=1))
-    message = r"one JSON object: .* in `data` \(9\): `jq -c '.data\[\]'"
-    with pytest.raises(InputError, match=message):
-        list(documents_in(detect_file(tmp_path / "a.json"), Skipped()))
-
-
 def test_a_file_of_one_record_is_one_document(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(RECORDS[0], indent=1))
     assert read(tmp_path / "a.json") == [TEXTS[0]]
@@ -84,8 +76,9 @@ def test_a_notebook_by_another_name_is_known(tmp_path):
         read(tmp_path / "a.json")
 
 
-def test_a_packed_object_is_unpacked_before_its_array_is_taken(tmp_path):
+def test_the_array_in_a_packed_object_is_named_and_unpacked(tmp_path):
     path = tmp_path / "a.json.gz"
-    path.write_bytes(gzip.compress(json.dumps({"items": RECORDS}).encode()))
-    with pytest.raises(InputError, match=r"`jq -c .*`; unpack it first: `gunzip -k \S*a.json.gz`"):
+    path.write_bytes(gzip.compress(json.dumps({"items": RECORDS}, indent=1).encode()))
+    array = r"one JSON object: .* in `items` \(9\): `jq -c '.items\[\]' .*`"
+    with pytest.raises(InputError, match=rf"{array}; unpack it first: `gunzip -k \S*a.json.gz`"):
         list(documents_in(detect_file(path), Skipped()))

@@ -85,13 +85,6 @@ def test_the_encoding_of_a_text_is_guessed(text, encoding, guess):
     assert guess_encodings(text.encode(encoding))[0] == guess
 
 
-def test_one_bad_file_refuses_its_folder(tmp_path):
-    (tmp_path / "texts/deep").mkdir(parents=True)
-    (tmp_path / "texts/a.txt").write_text(LONG)
-    (tmp_path / "texts/deep/bad.txt").write_bytes(b"\xff" * 100)
-    assert "texts/deep/bad.txt: is not UTF-8" in refusal_of(tmp_path / "texts")
-
-
 @pytest.mark.parametrize(
     ("name", "reason"), [("meta.json", "these are tokens"), ("state.json", "no text is there")]
 )

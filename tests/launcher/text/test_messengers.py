@@ -10,7 +10,6 @@ import pytest
 from exported import ANDROID, ASKED, conversations
 
 from sm_nanogpt import InputError
-from sm_nanogpt.launcher.text.corpus import upload_data
 from sm_nanogpt.launcher.text.documents import survey_documents
 from sm_nanogpt.launcher.text.messengers import talks_in_json
 from sm_nanogpt.launcher.text.reading import detect_file
@@ -195,23 +194,18 @@ def slack_message(author: str, text: str, seconds: int, **fields: Any) -> dict[s
     }
 
 
-def test_the_folder_of_slack_is_read(home, tmp_path, caplog):
+def test_the_folder_of_slack_is_read(tmp_path):
     folder = tmp_path / "slack"
     write_json(folder / "users.json", [{"id": "UAnn", "profile": {}}])
-    write_json(folder / "channels.json", [{"id": "C1", "name": "general", "members": []}])
-    for day in range(20):
-        messages = [
-            slack_message("Ann", "How is <@UBob|Bob>, and <https://a.example|the page>?", 1),
-            slack_message("Bob", f"Fine on day {day} &amp; after.", 2),
-            slack_message("Bob", "<@UBob> has joined", 3, subtype="channel_join"),
-        ]
-        write_json(folder / f"general/2024-03-{day + 1:02}.json", messages)
-    upload = upload_data(folder, tokenizer="bpe", me="Bob")
-    assert upload.documents == 20
-    assert upload.chats
-    assert "left out of chats: message of the kind channel_join (20)" in caplog.text
-    chats, _ = conversations(folder / "general/2024-03-01.json", me="Bob")
-    assert chats == [["user\nHow is @Bob, and the page?", "assistant\nFine on day 0 & after."]]
+    messages = [
+        slack_message("Ann", "How is <@UBob|Bob>, and <https://a.example|the page>?", 1),
+        slack_message("Bob", "Fine today &amp; after.", 2),
+        slack_message("Bob", "<@UBob> has joined", 3, subtype="channel_join"),
+    ]
+    path = write_json(folder / "general/2024-03-01.json", messages)
+    chats, skipped = conversations(path, me="Bob")
+    assert chats == [["user\nHow is @Bob, and the page?", "assistant\nFine today & after."]]
+    assert skipped.talks.left_out == {"message of the kind channel_join": 1}
 
 
 def test_ids_of_slack_have_their_names_from_users_json(tmp_path):
@@ -307,8 +301,9 @@ def test_in_a_group_others_are_named(tmp_path):
 
 
 def test_a_long_chat_is_cut_after_an_answer(tmp_path):
-    long = "a" * 300
+    """Here after the one with which it has over 1000 characters."""
+    long = "a" * 250
     question_and_answer = f"12/03/24, 14:05 - Ann: {long}\n12/03/24, 14:06 - Bob: {long}\n"
     (tmp_path / "chat.txt").write_text(question_and_answer * 8)
     chats, _ = conversations(tmp_path / "chat.txt", me="Bob")
-    assert [len(turns) for turns in chats] == [4, 4, 4, 4]
+    assert [len(turns) for turns in chats] == [6, 6, 4]

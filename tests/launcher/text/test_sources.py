@@ -17,6 +17,7 @@ from sm_nanogpt import InputError, ServiceError, Settings
 from sm_nanogpt.launcher.files.progress import Progress
 from sm_nanogpt.launcher.text.documents import survey_documents
 from sm_nanogpt.launcher.text.files import FileOptions, find_files
+from sm_nanogpt.launcher.text.formats import PLAIN
 from sm_nanogpt.launcher.text.reading import detect_file
 from sm_nanogpt.launcher.text.sources import name_of, open_sources
 
@@ -276,10 +277,12 @@ def test_a_refusal_names_standard_input(cli, type_in, content, options, fact):
     assert cli("upload-data", "-", options).failed(2, fact)
 
 
-def test_a_table_of_standard_input_is_never_silent(cli, type_in):
-    type_in(b"id,body\n" + b"".join(b"%d,a sea %d\n" % (n, n) for n in range(90)))
-    err = cli("upload-data", "-", BPE).good.err
-    assert "-: looks like a table, but is read as text; `--tokenizer bpe --column NAME`" in err
+def test_a_table_of_standard_input_is_never_silent(tmp_path, caplog):
+    (tmp_path / "stdin").write_text("id,body\n" + "1,a sea\n" * 90)
+    assert detect_file(tmp_path / "stdin", source="-").format is PLAIN
+    (record,) = caplog.records
+    assert record.getMessage() == "-: looks like a table, but is read as text"
+    assert vars(record)["code"] == "name-column"
 
 
 def test_an_error_names_the_source_not_its_copy(hub, home):

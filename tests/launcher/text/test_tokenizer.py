@@ -15,7 +15,6 @@ from unittest.mock import Mock
 import pytest
 import tokenizers
 from token_texts import (
-    BPE,
     BYTE_LEVEL,
     FOX,
     LLAMA_3,
@@ -122,13 +121,6 @@ def test_a_vocabulary_that_stays_small_is_explained(tmp_path, cli):
 def test_a_typo_in_bpe_is_answered_by_it(home):
     with pytest.raises(InputError, match="no tokenizer 'BPE'; did you mean bpe"):
         find_tokenizer("BPE", Settings(home=home))
-
-
-def test_the_tokenizer_of_an_upload_is_taken_by_its_directory(documents, tmp_path, cli):
-    first = cli("upload-data", documents, BPE).good.out.strip()
-    (tmp_path / "more.txt").write_text(FOX * 100)
-    arguments = ("--tokenizer", first.removeprefix("file://"))
-    assert cli("upload-data", tmp_path / "more.txt", arguments).code == 0
 
 
 def test_the_library_reads_the_tokenizer_of_an_upload(token_upload, tokenizer):

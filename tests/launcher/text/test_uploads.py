@@ -11,8 +11,9 @@ import launching
 import pytest
 from texts import LONG, stored
 
-from sm_nanogpt import InputError, ServiceError, upload_data, uploads
+from sm_nanogpt import InputError, Request, ServiceError, upload_data, uploads
 from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.launching.launch import prepare
 from sm_nanogpt.launcher.settings import Settings, load_settings
 from sm_nanogpt.launcher.text.channels import find_channel
 from sm_nanogpt.launcher.text.store import find_text, find_upload, last_upload, no_upload
@@ -38,9 +39,7 @@ def reader(job, upload):
 
 
 def files_of(uri: str) -> list[Path]:
-    directory = storage.local_path(uri)
-    assert directory is not None
-    return sorted(directory.glob("*"))
+    return sorted(stored(uri).glob("*"))
 
 
 def name_of(uri: str) -> str:
@@ -65,7 +64,7 @@ def test_data_lists_uploads_and_the_jobs_that_read_them(cli, reader, upload, tmp
     shown = cli("data").good
     assert reader.job_id[-6:] in shown.out and name_of(upload) in shown.out
     assert shown.err == f"`sm-nanogpt launch` without --data takes {tokens}\n"
-    assert [stored.uri for stored in uploads()] == [tokens, upload]
+    assert [entry.uri for entry in uploads()] == [tokens, upload]
 
 
 def test_without_an_upload_data_says_how_to_begin(cli):
@@ -187,12 +186,13 @@ def test_no_upload_on_s3_goes_while_its_jobs_are_unknown(cloud, s3, cli, short_t
     assert f"data: {uri}\n" in cli("launch", arguments, "--data", name_of(uri)).good.err
 
 
-def test_launch_takes_the_last_upload_and_names_it(cli, source, short_text_file):
-    cli("upload-data", source)
-    cli("upload-data", short_text_file)
-    last = cli("upload-data", source).out.strip()
-    ran = cli(launching.launching("--detach"))
-    assert f"data: {last} (the last upload)" in ran.err
+def test_a_launch_takes_the_last_upload_and_names_it(home, source, short_text_file, caplog):
+    caplog.set_level(logging.INFO)
+    upload_data(source)
+    upload_data(short_text_file)
+    last = upload_data(source).uri
+    prepare(Request(instance="local", hyperparameters=launching.TINY), Settings(home=home))
+    assert f"data: {last} (the last upload)" in caplog.text
 
 
 def test_a_shared_store_gives_this_machines_upload(tmp_path, s3, source, short_text_file):
@@ -254,38 +254,34 @@ def test_an_earlier_upload_is_named_by_uri_or_path(home, cli, source, short_text
 @pytest.fixture
 def two_uploads(home, tmp_path):
     """The names of an upload `fox` and one `fox-notes`, of this machine."""
-    names = list[str]()
+    names: list[str] = []
     for stem in ("fox", "fox-notes"):
         path = tmp_path / f"{stem}.txt"
         path.write_text(LONG + stem)
-        names.append(upload_data(path).uri.rpartition("/")[2])
+        names.append(name_of(upload_data(path).uri))
     return names
 
 
-def test_a_part_of_a_name_means_its_upload(home, two_uploads, caplog, monkeypatch, tmp_path):
+def test_a_part_of_a_name_means_its_upload(home, two_uploads, caplog):
     fox, notes = two_uploads
-    monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.INFO)
     for part, name in (("fox", fox), (fox[:8], fox), (fox[-6:], fox), ("fox-notes", notes)):
         assert find_text(part, load_settings()) == f"{(home / 'store/data').as_uri()}/{name}"
         assert f"{part} is upload {name}" in caplog.text
 
 
-def test_a_file_of_the_name_is_meant_before_an_upload(two_uploads, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_a_file_of_the_name_is_meant_before_an_upload(two_uploads, tmp_path):
     (tmp_path / "fox").write_text(LONG)
     assert find_text("fox", load_settings()) == "fox"
 
 
-def test_a_part_of_several_names_is_refused_with_them(two_uploads, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_a_part_of_several_names_is_refused_with_them(two_uploads):
     with pytest.raises(InputError, match=f"2 uploads: {', '.join(sorted(two_uploads))}"):
         find_text("fox-", load_settings())
 
 
 @pytest.mark.parametrize("word", ["Fox", "fix-123456789012"])
-def test_a_word_of_nothing_is_no_upload(two_uploads, monkeypatch, tmp_path, word):
-    monkeypatch.chdir(tmp_path)
+def test_a_word_of_nothing_is_no_upload(two_uploads, word):
     with pytest.raises(InputError, match=f"neither a file nor an upload {word}"):
         find_text(word, load_settings())
 
@@ -305,8 +301,7 @@ def test_a_word_of_nothing_is_no_path_that_the_user_meant(two_uploads, cli):
     assert str(Path.cwd()) not in ran.error
 
 
-def test_a_part_is_looked_for_in_each_store(tmp_path, s3, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_part_is_looked_for_in_each_store(tmp_path, s3):
     settings = Settings(home=tmp_path / "mine", store=f"s3://{s3.bucket}/shared")
     (tmp_path / "fox.txt").write_text(LONG)
     uri = upload_data(tmp_path / "fox.txt", settings).uri

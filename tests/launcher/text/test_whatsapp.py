@@ -15,9 +15,9 @@ IOS = """\
 [12.03.24, 14:06:02] Bob: And you?
 \u200e[12.03.24, 14:07:10] Ann: \u200eimage omitted
 [12.03.24, 14:07:11] Ann: \u200eThis message was deleted.
-[13.03.24, 09:30:00] Ann: Two
+[13.03.24, 14:08:00] Ann: Two
 lines: and this
-[13.03.24, 09:31:00] Bob: Yes. \u200e<This message was edited>
+[13.03.24, 14:09:00] Bob: Yes. \u200e<This message was edited>
 """
 TALK = "12/03/2024 14:05 - Ann: How are you?\n12/03/2024 14:06 - Bob: Fine.\n"
 AMERICAN = ANDROID.replace("14:0", "2:0").replace(" - ", "\u202fPM - ").replace("9:3", "9:3")
