@@ -46,7 +46,7 @@ MODULES = {
     "launcher/forecast/pilots.py": "test_forecast",
     "launcher/launching/draft.py": "test_fitting test_local_resume test_starting",
     "launcher/launching/fitting.py": "test_fitting",
-    "launcher/launching/forecasts.py": "test_fitting",
+    "launcher/launching/forecasts.py": "test_fitting test_forecast",
     "launcher/launching/launch.py": "test_chat_launches test_request",
     "launcher/launching/resume.py": "test_resumed_jobs test_local_resume test_sagemaker_resume",
     "launcher/launching/sizing.py": "test_sizing",

@@ -120,6 +120,7 @@ def text(tokens: int, chats: bool = False) -> dict[str, Channel]:
     "values, tokens, steps",
     [
         ({"init_from": "JOB"}, 2_000, 10),  # 250 steps of 768 tokens would read it 96 times
+        ({"init_from": "JOB", "hyperparameters": {"batch_size": 3}}, 2_000, 41),
         ({"init_from": "JOB"}, 1_000_000, None),
         ({"init_from": "JOB", "preset": "quick"}, 2_000, None),
         # 500 are the steps of fine-tuning, which come before those of a preset.
