@@ -1,1 +1,1 @@
-"""Runs that belong together, under one ledger and one ceiling."""
+"""Groups of runs, each with one ledger and one ceiling."""

@@ -18,13 +18,13 @@ from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-Members = dict[Member, JobDescription]  # the jobs of sweeps, by what their ids say
-Tries = dict[int, list[JobDescription]]  # the jobs of each member by its number, the newest last
+Members = dict[Member, JobDescription]  # the jobs of sweeps, by group, number, and try
+Tries = dict[int, list[JobDescription]]  # the jobs of each member, by number; the newest last
 
 
 @dataclass(frozen=True)
 class JobGroup:
-    """The jobs of a sweep, or those that make the runs of a search, one for each number."""
+    """The jobs of a sweep, by number; or the jobs that make the runs of a search."""
 
     id: str  # of the sweep; of a search, its name
     tries: Tries = field(default_factory=dict)
@@ -46,10 +46,11 @@ class JobGroup:
 
 
 def find_group(reference: str, settings: Settings, everyone: bool = False) -> JobGroup:
-    """The jobs of a sweep or of a search.
+    """Find the jobs of a sweep or of a search.
 
-    A sweep is named by its name, the start or end of its id, the id or name of one of its jobs, or
-    `latest`; a search by its name. Without everyone, only a full id may be somebody else's.
+    A sweep may be named by its name, the start or the end of its id, the id or the name of one of
+    its jobs, or `latest`. A search is named by its name. everyone: a reference may also mean
+    somebody else's group; otherwise only a full id may.
     """
     listing = Listing(settings, everyone or FULL_ID.fullmatch(reference) is not None)
     jobs = list(listing)
@@ -109,7 +110,7 @@ def search_group(name: str, jobs: Sequence[JobDescription]) -> JobGroup:
 
 
 def members_among(jobs: Iterable[JobDescription]) -> Members:
-    """Those of the jobs that are of sweeps."""
+    """The jobs, of these, that belong to sweeps."""
     members: Members = {}
     for job in jobs:
         member = member_of(job.job_id)
@@ -128,8 +129,8 @@ def group_names(jobs: Iterable[JobDescription]) -> set[str]:
 
 
 def part_of_id(reference: str, members: Members) -> str:
-    """The id of the sweep that a reference names, itself or by a job; else the reference, which may
-    be a part of an id."""
+    """The id of the sweep that a reference names, by its own name or that of a job. If it names
+    none, the reference, which may be a part of an id."""
     for member, job in members.items():
         if job.name is not None and reference in (job.name, job.name.removesuffix(member.suffix)):
             return member.group
@@ -138,7 +139,7 @@ def part_of_id(reference: str, members: Members) -> str:
 
 
 def instance_of_group(group: str, tries: Tries, settings: Settings) -> str | None:
-    """Where the jobs of a sweep run; None if nothing says it."""
+    """The instance on which the jobs of a sweep run; None if it is not known."""
     for jobs in tries.values():
         return jobs[0].instance
     sweep = SweepLedger(group, settings).sweep
@@ -155,9 +156,10 @@ def tries_of(group: str, members: Members) -> Tries:
 
 
 def add_unlisted(group: str, tries: Tries, backend: Backend) -> None:
-    """Add the jobs that exist but are not listed yet: ask for each number's next try.
+    """Add the jobs that exist and are not listed yet: ask for the next try of each number.
 
-    Numbers start in order, so one after the last known that has no job is the end.
+    Numbers are started in their order. So this ends at the first number, after the last known one,
+    that has no job.
     """
     for number in itertools.count(1):
         jobs = tries.setdefault(number, [])

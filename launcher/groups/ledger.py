@@ -1,12 +1,12 @@
-"""The ledger of a group of runs: what was asked, what is reserved, and what each job gave.
+"""The ledger of a group of runs: its request, its reservations, and the results of its jobs.
 
     reserved   a job is about to be sent; usd is what it may cost
-    sent       its backend has it
-    settled    it ended, or was never sent; usd is what it cost
+    sent       the backend has the job
+    settled    the job has ended, or was never sent; usd is what it cost
 
-Money is one pot: what jobs have cost, and what those that have not ended may cost, never exceed the
-ceiling together. So a job reserves what it may cost before it is sent, and gives back what it did
-not spend.
+What the ended jobs have cost, and what the other jobs may cost, is together never over the ceiling.
+So what a job may cost is reserved before it is sent, and what it did not spend is free again after
+its end.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow, usd
 
 
 class OverCeiling(CeilingTooLow):
-    """A job may cost more than is free of the ceiling of its group."""
+    """A job may cost more than is free below the ceiling of its group."""
 
 
 class GroupLedger(Ledger):
-    """The ledger of a group, whose ceiling is in USD; infinity without one."""
+    """The ledger of a group. Its ceiling is in USD, and infinite if there is none."""
 
     def __init__(self, path: Path, ceiling: float = math.inf) -> None:
         self.ceiling = ceiling
@@ -51,11 +51,11 @@ class GroupLedger(Ledger):
         self.settle(job_id, 0.0, status="NotSent")
 
     def note_deleted(self, job_id: str) -> None:
-        """Note that a job was deleted, and with it what it cost: it counts as what it reserved."""
+        """Note that a job was deleted. What it cost is unknown, so what it reserved counts."""
         self.settle(job_id, None, status="Deleted")
 
     def settle(self, job_id: str, cost: float | None, **facts: Any) -> None:
-        """Note what a job cost in USD, and what it gave; None: count what it reserved."""
+        """Note the cost of a job, in USD, and its result. None: what it reserved counts."""
         with self.locked():
             reservation = self.open_reservations.get(job_id)
             if reservation is None:  # another command has settled it
@@ -86,12 +86,12 @@ class GroupLedger(Ledger):
 
     @property
     def spent(self) -> float:
-        """USD of the jobs that ended."""
+        """What the settled jobs have cost, in USD."""
         return math.fsum(entry["usd"] or 0.0 for entry in self.of("settled"))
 
     @property
     def reserved(self) -> float:
-        """USD that the other jobs may cost."""
+        """What the other jobs may cost, in USD."""
         return math.fsum(entry["usd"] or 0.0 for entry in self.open_reservations.values())
 
     @property
@@ -100,19 +100,19 @@ class GroupLedger(Ledger):
 
     @property
     def free(self) -> float:
-        """USD that are neither spent nor reserved."""
+        """What is neither spent nor reserved of the ceiling, in USD."""
         return self.unspent - self.reserved
 
     @property
     def usage(self) -> str:
-        """How the ceiling is used, for a message."""
+        """Describe what of the ceiling is spent and reserved."""
         free = max(0.0, self.free)
         used = f"{self.spent:,.2f} spent, {self.reserved:,.2f} reserved"
         return f"{free:,.2f} of {usd(self.ceiling)} are free ({used})"
 
 
 def finite(amount: float) -> float | None:
-    """An amount as JSON has it: None for infinity."""
+    """An amount for JSON, which has no infinity: that is None."""
     if math.isinf(amount):
         return None
     return amount

@@ -1,4 +1,4 @@
-"""What the jobs of a group cost, and what they may cost."""
+"""Compute what the jobs of a group cost, and what they may cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sm_nanogpt.launcher.tracking import with_costs
 
 
 def own_worst_cost(job: TrainingJob, settings: Settings) -> float:
-    """USD that a job may cost, without those that it resumes; infinity if that is unknown."""
+    """What a job may cost, in USD, without the jobs that it resumes; infinite if it is unknown."""
     if job.worst_cost is None:
         return math.inf
     if ceiling_of(job, settings) is None:  # then only the job itself was counted: see cost.afford
@@ -23,18 +23,18 @@ def own_worst_cost(job: TrainingJob, settings: Settings) -> float:
 
 
 def cost_so_far(job: JobDescription, settings: Settings) -> float | None:
-    """USD of a job; None on this machine, or if its price is unknown."""
+    """What a job has cost, in USD; None on this machine, or if its price is unknown."""
     return with_costs([job], settings)[0].cost
 
 
 def cost_with_earlier(job: JobDescription, backend: Backend, settings: Settings) -> float:
-    """USD of a job and of those that it resumes: the earlier cost of a job that resumes it."""
+    """What a job and the jobs that it resumes have cost, in USD."""
     cost = cost_so_far(job, settings) or 0.0
     earlier_cost = backend.job(job.job_id).earlier_cost or 0.0
     return cost + earlier_cost
 
 
 def settle(ledger: GroupLedger, job: JobDescription, settings: Settings) -> None:
-    """Note in the ledger what a job that has ended gave, and what it cost."""
+    """Note the result and the cost of an ended job in the ledger."""
     cost = cost_so_far(job, settings)
     ledger.settle(job.job_id, cost, status=job.status, loss=job.best_loss)

@@ -1,4 +1,4 @@
-"""Check and price the jobs that a sweep lacks, before the first of them starts."""
+"""Check and price the missing jobs of a sweep, before the first one starts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from sm_nanogpt.launcher.settings import Settings
 class SweepPlan:
     """A sweep whose missing jobs are checked and priced.
 
-    group: its jobs so far, which gets those that are started. plans: the jobs to start, by their
-    number. unaffordable: why others are not started, since the ceiling is used up. lock: keeps
-    other commands from running the sweep, if it has jobs.
+    group has the jobs so far, to which those that are started are added. plans has the jobs to
+    start, and unaffordable the errors for jobs that the ceiling does not pay, both by number. lock
+    keeps other commands from running the sweep, if it has jobs.
     """
 
     def __init__(
@@ -68,8 +68,7 @@ class SweepPlan:
     # -- what happened since the last command ------------------------------------------------------
 
     def update_ledger(self) -> None:
-        """Bring the ledger up to date: earlier commands may have been killed before they noted how
-        their jobs ended."""
+        """Add to the ledger how jobs ended, if killed commands did not note it."""
         recorded = {entry["job"] for entry in self.ledger.of("reserved")}
         for number, jobs in self.group.tries.items():
             for job in jobs:
@@ -79,7 +78,7 @@ class SweepPlan:
             self.update_job(job_id, self.backend.describe(job_id))
 
     def update_job(self, job_id: str, description: JobDescription | None) -> None:
-        """Note how a job ended, if it did; description is None if its backend does not know it."""
+        """Note how a job ended, if it has. description: None if the backend does not know it."""
         if description is not None:
             self.ledger.note_sent(job_id)
             if not description.is_running:
@@ -90,15 +89,17 @@ class SweepPlan:
             self.ledger.note_unsent(job_id)
 
     def adopt(self, number: int, job_id: str) -> None:
-        """Add a job that the ledger lacks, as one of an older backup does."""
+        """Add a job that the ledger lacks, as after a backup was restored."""
         amount = finite(own_worst_cost(self.backend.job(job_id), self.settings))
         self.ledger.add("reserved", job=job_id, number=number, usd=amount)
 
     # -- the jobs that are missing -----------------------------------------------------------------
 
     def plan_missing(self) -> None:
-        """Check and price the missing jobs. Raises CeilingTooLow if the sweep has no job yet, and
-        its ceiling pays none."""
+        """Check and price the missing jobs.
+
+        Raises CeilingTooLow if the sweep has no job yet and its ceiling does not pay any.
+        """
         self.choose_share()
         for number in self.missing:
             if number in self.plans:  # choose_share has planned it
@@ -112,15 +113,17 @@ class SweepPlan:
 
     @property
     def amount(self) -> float:
-        """USD that a job may cost."""
+        """What a job may cost, in USD."""
         if self.sweep.share is None:
             return self.ledger.unspent
         return self.sweep.share
 
     def choose_share(self) -> None:
-        """Choose what each job may cost, if there is a ceiling and no time limit: the unspent USD,
-        divided by the number of missing jobs. If that does not pay even the shortest run, by half
-        as many, and so on."""
+        """Choose what each job may cost, if there is a ceiling and no time limit.
+
+        It is the unspent amount, divided by the number of missing jobs. If that does not pay even
+        the shortest run, the amount is divided by half of that number, and so on.
+        """
         unspent = self.ledger.unspent
         missing = self.missing
         if math.isinf(unspent) or self.sweep.job.max_run is not None or not missing:
@@ -140,7 +143,7 @@ class SweepPlan:
     def plan_member(self, number: int, amount: float) -> Plan:
         """Plan the next job of a number, which continues the last try if that left a checkpoint.
 
-        amount: USD that the job itself may cost. Raises CeilingTooLow if even the shortest run
+        amount: what the job itself may cost, in USD. Raises CeilingTooLow if even the shortest run
         costs more.
         """
         if amount <= 0:
@@ -175,7 +178,7 @@ class SweepPlan:
         return fields
 
     def resumable_try(self, number: int) -> JobDescription | None:
-        """The last try of a number, if it left a checkpoint."""
+        """The last try of a number, if it left a checkpoint; else None."""
         last = self.group.last_try(number)
         if last is None:
             return None
@@ -185,7 +188,7 @@ class SweepPlan:
         return job
 
     def next_member(self, number: int) -> Member:
-        """The next try of a number, whose id no job has had."""
+        """The next try of a number, with an id that no job has had."""
         ids = [job.job_id for job in self.group.tries.get(number, [])]
         ids += [entry["job"] for entry in self.ledger.of("sent")]
         return next_try(self.group.id, number, ids)
@@ -233,8 +236,7 @@ def continue_sweep(
 
 
 def changed(sweep: Sweep, max_cost: float | None, parallel: int | None) -> Sweep:
-    """The sweep with another ceiling, which is shared anew, and another number of jobs at a
-    time."""
+    """The sweep with another ceiling, divided again, and another number of parallel jobs."""
     update: dict[str, Any] = {}
     if parallel is not None:
         update["parallel"] = parallel

@@ -1,4 +1,4 @@
-"""The configurations of some jobs, ranked by their losses."""
+"""Rank the configurations of some jobs by their losses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Rank:
 
     @property
     def losses(self) -> list[float]:
-        """The best validation losses of its jobs, in nats."""
+        """The best validation losses of the jobs, in nats."""
         return [job.best_loss for job in self.jobs if job.best_loss is not None]
 
     @property
@@ -32,9 +32,9 @@ class Rank:
 def ranking(
     jobs: Iterable[JobDescription | None], configurations: Iterable[Mapping[str, Any]]
 ) -> list[Rank]:
-    """The configurations of some jobs by their best validation loss, the lowest first.
+    """Rank the configurations of some jobs by their best validation loss, the lowest first.
 
-    A job is None until it is started.
+    A job that was not started is None.
     """
     ranks = dict[str, Rank]()
     for job, values in zip(jobs, configurations, strict=True):
@@ -48,7 +48,7 @@ def ranking(
 
 
 def best_first(jobs: Iterable[JobDescription]) -> list[JobDescription]:
-    """The jobs by their best validation loss, the lowest first, and those without one last."""
+    """Sort jobs by their best validation loss, the lowest first. Jobs without one come last."""
 
     def loss_of(job: JobDescription) -> float:
         return math.inf if job.best_loss is None else job.best_loss
@@ -57,7 +57,7 @@ def best_first(jobs: Iterable[JobDescription]) -> list[JobDescription]:
 
 
 def differing_values(jobs: Sequence[JobDescription]) -> list[dict[str, Any]]:
-    """The hyperparameters of each job that are not the same in all."""
+    """The hyperparameters of each job, without those that are the same in all jobs."""
     names = differences([job.hyperparameters for job in jobs])
     configurations = []
     for job in jobs:

@@ -1,4 +1,4 @@
-"""Run the jobs that a group lacks, some at a time, and yield each as it ends."""
+"""Run the missing jobs of a group, some at a time, and yield each when it ends."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NEWEST = 100  # jobs among which one is looked for that holds a quota
+NEWEST = 100  # jobs, of which one may use a quota
 
 
 @dataclass(frozen=True)
 class Event:
-    """A job of a group has started or ended, or an obstacle keeps it from being started."""
+    """A job of a group has started or ended, or an obstacle keeps it from starting."""
 
     number: int
     job_id: str
@@ -44,7 +44,7 @@ class Event:
 
     @property
     def what_happened(self) -> str:
-        """What happened to the job, as the predicate of a sentence: `started`, for example."""
+        """What happened to the job, as the rest of a sentence on it, such as `started`."""
         if isinstance(self.obstacle, OverQuota):
             return "waits"
         if self.obstacle is not None:
@@ -61,13 +61,13 @@ class Event:
 
 
 def begin_sweep(plan: SweepPlan) -> Iterator[Event]:
-    """Upload the text and record the sweep. Returns an iterator that runs it.
+    """Upload the text and record the sweep; return an iterator that runs it.
 
-    It starts the jobs, `parallel` at a time, until all have ended, and yields each when it starts
-    and when it ends. plan.group gets those that have ended; a job that is deleted meanwhile is
+    The iterator starts the jobs, `parallel` at a time, until all have ended, and yields each when
+    it starts and when it ends. Ended jobs are added to plan.group. A job that is deleted meanwhile is
     logged, and leaves the group. A job that stopped or failed earlier continues from its
-    checkpoint. A job that a quota of the account holds back waits until another job ends. After an
-    error, the jobs that run keep running.
+    checkpoint. If a quota of the account keeps a job from starting, it waits until another job
+    ends. After an error, the running jobs keep running.
     """
     if plan.first is not None:
         plan.first.upload()
@@ -79,8 +79,8 @@ def begin_sweep(plan: SweepPlan) -> Iterator[Event]:
 def with_inputs_of(plan: Plan, sweep: Sweep) -> Sweep:
     """The sweep with the uploaded texts and the kept folder of one of its jobs.
 
-    So later tries read what the first ones did, whatever is changed or launched meanwhile, and from
-    any directory.
+    So later tries read the same as the first ones, whatever was changed or launched meanwhile, and
+    from any directory.
     """
     inputs: dict[str, Any] = {name: channel.uri for name, channel in plan.channels.items()}
     if plan.job.entry_point is not None:
@@ -121,17 +121,17 @@ class GroupRun:
                 yield from self.poll()
 
     def obey_stop(self) -> None:
-        """Let no more jobs start if somebody has stopped the group."""
+        """Start no more jobs if somebody has stopped the group."""
 
     def patiently(self, call: Callable[[], T]) -> T:
-        """Ask a service about the group; through an outage of minutes, again and again."""
+        """Make a call about the group, and retry it during an outage, as aws.patiently does."""
         return patiently(call, job_id=self.name, code="", bills=self.backend.bills)
 
     # -- start ------------------------------------------------------------------------------------
 
     @property
     def may_start(self) -> bool:
-        """True if a job waits, and nothing holds it back."""
+        """True if a job waits, and neither a quota nor the ceiling holds it back."""
         has_room = len(self.running) < self.parallel
         is_held_back = self.needs_money or not self.quota_wait.may_send
         return bool(self.waiting) and has_room and not is_held_back
@@ -158,8 +158,10 @@ class GroupRun:
             yield Event(number, plan.job_id, continued=plan.job.resume)
 
     def may_free_quota(self, instances: Collection[str]) -> bool:
-        """True if a job of the caller on these instances runs, of this group or of none, or ended
-        minutes ago: SageMaker may count a job for a while after its end."""
+        """True if any job of the caller on these instances runs, or ended minutes ago.
+
+        SageMaker may count a job for a while after its end.
+        """
         if self.running:
             return True
         for job in islice(self.backend.list(), NEWEST):
@@ -170,8 +172,10 @@ class GroupRun:
         return False
 
     def start(self, number: int, plan: Plan) -> None:
-        """Reserve what a job may cost, and send it. Raises OverQuota, CeilingTooLow, or as
-        `Plan.submit`."""
+        """Reserve what a job may cost, and send it.
+
+        Raises OverQuota, CeilingTooLow, and the errors of `Plan.submit`.
+        """
         self.reserve(number, plan)
         try:
             self.send(plan)
@@ -194,7 +198,7 @@ class GroupRun:
     # -- end --------------------------------------------------------------------------------------
 
     def poll(self) -> Iterator[Event]:
-        """Ask about each job that runs. Yields those that have ended."""
+        """Ask about each running job, and yield those that have ended."""
         for number, job_id in list(self.running.items()):
             job = self.patiently(partial(self.backend.describe, job_id))
             if job is None:
@@ -209,17 +213,17 @@ class GroupRun:
                 yield Event(number, job_id, job)
 
     def note_running(self, job: JobDescription) -> None:
-        """A job still runs. Log it, once, if it waits for capacity."""
+        """Log once that a running job waits for capacity, if it does."""
         if job.secondary_status == "Pending" and job.job_id not in self.pending:
             self.pending.add(job.job_id)
             job.log_pending()
 
     def settle(self, job: JobDescription) -> None:
-        """Note in the ledger what a job gave that has ended."""
+        """Note the result of an ended job in the ledger."""
         settle(self.ledger, job, self.settings)
 
     def note_end(self, number: int) -> None:
-        """A job has ended or was deleted, and makes room for others."""
+        """Make room for another job, after one has ended or was deleted."""
         del self.running[number]
         self.quota_wait.note_end()
         self.needs_money = False
@@ -232,7 +236,7 @@ class SweepRun(GroupRun):
         parallel = plan.sweep.parallel
         super().__init__(plan.group.id, plan.ledger, plan.backend, plan.settings, parallel)
         self.plan = plan
-        self.tries = plan.group.tries  # of each number, those that have ended
+        self.tries = plan.group.tries  # the ended jobs of each number
         self.was_stopped = False
         self.mark = ""
         self.waiting.update(plan.plans)

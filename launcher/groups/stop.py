@@ -1,4 +1,4 @@
-"""Who may run a sweep: one command at a time, until somebody on any machine stops it."""
+"""Let only one command run a sweep, and let any machine stop it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sm_nanogpt.launcher.tracking import check_yours
 
 
 def lock_group(group: str, settings: Settings) -> IO[str]:
-    """Open a file that keeps other commands of this machine from running the sweep, until it is
-    closed. Two commands would start each job twice. Raises ServiceError if another one runs it.
+    """Open a file that keeps other commands of this machine from running a sweep, until it is
+    closed: two commands would start each job twice. Raises ServiceError if another command runs it.
     """
     path = ledger_path(group, settings).with_suffix(".running")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,9 +30,9 @@ def lock_group(group: str, settings: Settings) -> IO[str]:
 def stop_mark(group: str, job_directory: str, settings: Settings) -> str:
     """The path or URI of the file that says whether a sweep may start jobs.
 
-    It may while the file holds `run`. Whoever deletes the sweep deletes the file. Any machine may
-    stop or delete a sweep on SageMaker, so its file is in the store, beside `job_directory`, which
-    has the files of one of its jobs.
+    It may start jobs while the file holds `run`. Whoever deletes the sweep deletes the file. Any
+    machine may stop or delete a sweep on SageMaker, so its file is in the store, beside
+    `job_directory`, the directory of one of its jobs.
     """
     if not job_directory.startswith("s3://"):
         return str(ledger_path(group, settings).with_suffix(".stop"))
@@ -52,15 +52,15 @@ def may_run(mark: str, settings: Settings) -> bool:
 def stop_group(
     group: JobGroup, settings: Settings, confirmed: bool = False
 ) -> list[JobDescription]:
-    """Stop the running jobs of a group, and keep a sweep from starting others; returns those jobs.
+    """Stop the running jobs of a group, and return them. A sweep starts no more jobs.
 
-    The command that runs the sweep stops a job that it starts meanwhile. Raises NotYours if the
+    If the command that runs the sweep starts a job meanwhile, it stops it. Raises NotYours if the
     jobs are somebody else's, unless confirmed.
     """
     newest = group.newest
     if not newest:
         return []
-    if not confirmed:  # of the newest job, this machine remembers the owner before AWS tells it
+    if not confirmed:  # this machine knows the owner of the newest job before AWS does
         check_yours(max(newest, key=lambda job: job.launched), settings)
     backend = backend_for(newest[0].instance, settings)
     stopped = []

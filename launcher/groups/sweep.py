@@ -1,4 +1,4 @@
-"""What a sweep asks for: a grid of jobs that share a request."""
+"""The request of a sweep: a grid of jobs that share most fields."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Sweep(Document):
 
     @property
     def ceiling(self) -> float:
-        """USD that all jobs may cost together."""
+        """What all jobs may cost together, in USD."""
         if self.job.max_cost is None:
             return math.inf
         return self.job.max_cost
@@ -61,9 +61,9 @@ class Sweep(Document):
 
 
 def members_of(request: Request, values: Mapping[str, Any], seeds: int) -> list[dict[str, Scalar]]:
-    """What each job of a new sweep varies: a combination of the values, and one of `seeds` seeds.
+    """The values of each job of a new sweep: a combination, and one of `seeds` seeds.
 
-    Raises InputError if the values are no lists, or the request sets one of their names too.
+    Raises InputError if the values are no lists, or if the request also sets one of their names.
     """
     varied = {}
     for name, name_values in values.items():
@@ -91,15 +91,17 @@ def list_values(name: str, values: Any) -> list[Any]:
 
 
 def is_scalar(value: Any) -> bool:
-    """True if a job can have a value as a hyperparameter."""
+    """True if a value can be that of a hyperparameter."""
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, str | int)
 
 
 def check_varied(varied: Values, request: Request, seeds: int) -> None:
-    """Raise InputError if the request sets what a sweep varies. A size and a preset set the same
-    hyperparameters, so they count as one."""
+    """Raise InputError if the request sets what a sweep varies.
+
+    A size and a preset set the same hyperparameters, so they count as one.
+    """
     set_by_request = set(request.hyperparameters)
     if seeds > 1:
         set_by_request.add("seed")
@@ -114,7 +116,7 @@ def check_varied(varied: Values, request: Request, seeds: int) -> None:
 
 
 def grid(varied: Values, seeds: int, first_seed: int) -> list[dict[str, Scalar]]:
-    """Each combination of the values, with each of `seeds` seeds."""
+    """The combinations of the values, each with each of `seeds` seeds."""
     values = dict(varied)
     if seeds > 1:
         values["seed"] = range(first_seed, first_seed + seeds)
@@ -133,13 +135,13 @@ class SweepLedger(GroupLedger):
         self.settings = settings
 
     def ask(self, sweep: Sweep) -> None:
-        """Note what is asked for from now on."""
+        """Record a sweep that was requested, or changed."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.add("asked", **sweep.model_dump(mode="json", exclude_unset=True))
 
     @property
     def sweep(self) -> Sweep | None:
-        """What was asked for last; None if the sweep was not launched from this machine."""
+        """The sweep as it was requested last; None if it was not launched from this machine."""
         entries = self.of("asked")
         if not entries:
             return None

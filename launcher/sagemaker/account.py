@@ -1,4 +1,4 @@
-"""One region of an AWS account as its caller sees it: clients, who calls, and our training jobs."""
+"""One region of an AWS account: its clients, the caller, and our training jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONSOLES = {
 
 
 class Account:
-    """One region of the account that the settings name. It asks AWS when it is first used."""
+    """One region of the account that the settings name. AWS is asked only when that is needed."""
 
     def __init__(self, settings: Settings, attempts: int | None = None) -> None:
         """attempts: as for make_client of launcher/aws.py."""
@@ -86,7 +86,8 @@ class Account:
     ) -> Iterator[dict[str, Any]]:
         """Search the account's jobs by our tags; yield SageMaker's answers, the newest first.
 
-        Search lags, so the job that the caller launched last from here is asked for by its id.
+        Search does not have new jobs yet, so the job that the caller launched last from here is
+        asked for by its id.
         """
         current = self.caller()
         owner = None if everyone else current.owner
@@ -104,7 +105,7 @@ class Account:
             yield {**raw, "Tags": our_tags(last.caller.owner, last.name, last.summary)}
 
     def owner(self, job_id: str) -> str | None:
-        """The owner of a job; None if Search does not know the job yet, which takes seconds."""
+        """The owner of a job; None if Search does not have the job yet, as in its first seconds."""
         for last in caller.last_launches(self.settings):
             if last.job_id == job_id:
                 return last.caller.owner
@@ -113,7 +114,7 @@ class Account:
         return None
 
     def console_link(self, job_id: str) -> str | None:
-        """The page of a job in AWS's console; None where the console's address is not known."""
+        """The address of a job's page in AWS's console; None if the console is not known."""
         region = self.region
         console = CONSOLES.get(self.session.get_partition_for_region(region))
         if console is None:

@@ -62,10 +62,10 @@ from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-# A dry run, which asks nobody, has these.
+# Placeholders of a dry run, which does not ask AWS.
 ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"
 OWNER_PLACEHOLDER = "OWNER-NOT-KNOWN-YET"
-QUIET_SECONDS = 15.0  # without a line after a job's end until its log is complete
+QUIET_SECONDS = 15.0  # after a job's end; if no line comes for so long, the log is complete
 
 
 class SageMakerBackend(Backend):
@@ -109,7 +109,7 @@ class SageMakerBackend(Backend):
 
     @classmethod
     def count_ranks(cls, request: Request) -> int:
-        """Count 8 GPUs on a type whose GPUs are not known."""
+        """The number of ranks. A type whose GPUs are not known counts as 8 GPUs."""
         gpus_per_instance = [assume_gpus(name) for name in request.instances]
         ranks_per_instance = [max(1, gpus) for gpus in gpus_per_instance]
         return math.lcm(*ranks_per_instance) * (request.instance_count or 1)
@@ -129,8 +129,9 @@ class SageMakerBackend(Backend):
     def launch_settings(self) -> Settings:
         """The settings with a store that SageMaker can read and an execution role.
 
-        They come from the settings, else the stack, else the role of the SageMaker notebook that
-        this runs in and the account's default SageMaker bucket. No bucket is created.
+        They come from the settings, or else from the stack, or else they are the role of the
+        SageMaker notebook in which this runs and the account's default SageMaker bucket. No bucket
+        is created.
         """
         settings = with_stack(self.settings)
         if not settings.role:
@@ -151,7 +152,7 @@ class SageMakerBackend(Backend):
         return settings.model_copy(update={"store": store})
 
     def check(self, job: TrainingJob) -> Placement:
-        """Decide the role, image and keys of a job. A dry run has placeholders.
+        """Decide the role, the image, and the keys of a job. A dry run has placeholders.
 
         Raises InputError if SageMaker cannot run the job.
         """
@@ -217,15 +218,15 @@ class SageMakerBackend(Backend):
     def request(self, job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
         """Make the CreateTrainingJob request of a job. It needs no credentials, and sends nothing.
 
-        Where version 2 of the SDK is installed, its estimator has to make the same, but for a dry
-        run. Raises InputError if SageMaker's API would refuse it, and ServiceError if the estimator
-        would send another request than is shown, priced and agreed to.
+        If version 2 of the SDK is installed, its estimator has to make the same request, except in
+        a dry run. Raises InputError if SageMaker's API would refuse the request, and ServiceError if
+        the estimator would send another request than the one that is shown, priced, and agreed to.
         """
         request = create_request(job_id, job, placement)
         check_request(request, job, placement)
         if placement.owner == OWNER_PLACEHOLDER:
             return request
-        from sm_nanogpt.launcher.sagemaker import estimator  # takes seconds
+        from sm_nanogpt.launcher.sagemaker import estimator  # the import takes seconds
 
         try:
             sdk_request = estimator.create_request(job_id, job, placement)
@@ -246,7 +247,7 @@ class SageMakerBackend(Backend):
     ) -> None:
         """Send the files that the job needs, and then the request that was planned.
 
-        Raises ServiceError with the code `job-may-exist` if no answer says whether the job exists.
+        Raises ServiceError with the code `job-may-exist` if it is not known whether the job exists.
         """
         account = self.account
         launched = LaunchedJob(account.caller(), account.region, job_id, job.name, job.summary)
@@ -266,7 +267,7 @@ class SageMakerBackend(Backend):
             if was_created is None:
                 raise ServiceError(str(error), "job-may-exist", job_id=job_id) from None
             may_exist = False
-            # If the id is in use, the files are those of the job that has it.
+            # If the id is in use, the files belong to the job that has it.
             if response["Error"]["Code"] != "ResourceInUse":
                 self.remove_files(job_id, placement)
             raise
@@ -275,10 +276,10 @@ class SageMakerBackend(Backend):
                 caller.remember_launch(launched, self.settings)
 
     def was_created(self, job_id: str, response: Mapping[str, Any]) -> bool | None:
-        """Whether a job exists, after this error response to its request; None: nobody knows.
+        """True if a job exists after this error response to its request; None if that is unknown.
 
-        A refusal of the first attempt says that it does not. After any other response, the job
-        may have been created, so AWS is asked for it.
+        If the first attempt was refused, the job does not exist. After any other response, it may
+        have been created, so AWS is asked for it.
         """
         metadata = response.get("ResponseMetadata", {})
         is_refusal = metadata.get("HTTPStatusCode", 500) < 500
@@ -303,7 +304,7 @@ class SageMakerBackend(Backend):
         storage.write_json(placement.file_uri(job_id, "job.json"), record, self.settings)
 
     def remove_files(self, job_id: str, placement: Placement) -> None:
-        """Remove the files of a job that does not exist; `delete` could not find them."""
+        """Remove the files of a job that does not exist, which `delete` could not find."""
         for uri in (placement.file_uri(job_id), placement.checkpoint_uri(job_id)):
             try:
                 storage.remove(uri, self.settings)
@@ -331,8 +332,8 @@ class SageMakerBackend(Backend):
         job = storage.read_document(uri, TrainingJob, self.settings)
         if job is None:
             raise ServiceError(f"{uri} is missing, so the submitted job is unknown")
-        # Others may write to the store, so it chooses neither the container, nor its environment,
-        # nor the instances.
+        # Other people may write to the store. So its record of the job chooses neither the
+        # container, nor its environment, nor the instances.
         resources = raw["ResourceConfig"]
         update = {
             "environment": raw.get("Environment", {}),
@@ -346,7 +347,7 @@ class SageMakerBackend(Backend):
     def list(
         self, everyone: bool = False, name: str | None = None
     ) -> Iterator[JobDescription | UnreadableJob]:
-        """Ask for each page when it is needed, and fail in seconds if AWS does not answer."""
+        """Yield jobs, a page at a time. This fails in seconds if AWS does not answer."""
         self.account.caller(patient=False)
         for raw in self.account.search_raw(everyone, name):
             try:
@@ -380,7 +381,7 @@ class SageMakerBackend(Backend):
         self.account.client("sagemaker").stop_training_job(TrainingJobName=job_id)
 
     def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
-        """Read the log while the job runs, since checkpoints arrive late; then the file."""
+        """Read the log while the job runs, as files arrive late; after its end, read the file."""
         raw = self.account.raw_job(job_id)
         if raw["TrainingJobStatus"] not in RUNNING:
             checkpoints = raw["CheckpointConfig"]["S3Uri"]
@@ -407,9 +408,10 @@ class SageMakerBackend(Backend):
         return lines_of(self.events(job_id, follow), raw)
 
     def events(self, job_id: str, follow: bool) -> Iterator[Event]:
-        """Yield the CloudWatch events of all hosts in order of time; with follow, until the end.
+        """Yield the CloudWatch events of all hosts, in the order of time.
 
-        The last lines come after the end of a job: it waits for QUIET_SECONDS without one.
+        follow: wait for new events until the job ends. Its last lines come after its end, so this
+        ends when no line has come for QUIET_SECONDS.
         """
         tokens: dict[str, str] = {}
         poll = partial(self.poll, job_id, tokens)
@@ -437,6 +439,6 @@ class SageMakerBackend(Backend):
     def poll(
         self, job_id: str, tokens: dict[str, str]
     ) -> tuple[dict[str, Any] | None, Sequence[Event]]:
-        """The answer about a job, and its events after the tokens, as new_events."""
+        """The answer of SageMaker about a job, and its new events, as new_events returns them."""
         raw = self.account.find_raw(job_id)
         return raw, new_events(self.account.client("logs"), job_id, tokens)

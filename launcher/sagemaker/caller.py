@@ -1,4 +1,4 @@
-"""Who calls AWS, which the tags of a job name as its owner, and the search for jobs by tags."""
+"""Find who calls AWS, whom the tags of a job name as its owner, and search for jobs by tags."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ OWNER_TAG = f"{TAG_KEY}-owner"
 NAME_TAG = f"{TAG_KEY}-name"
 SUMMARY_TAG = f"{TAG_KEY}-summary"
 
-# AWS's tools give such names to sessions, another one for each login: the time, or a task's id.
+# Names that AWS's tools give to sessions. They change with each login: the time, or a task's id.
 GENERATED_SESSION = re.compile(r"[A-Za-z-]*-\d{9,}|\d+|[0-9a-f]{32}")
-ANY_REGION = "us-east-1"  # each one knows who calls
+ANY_REGION = "us-east-1"  # every region knows who calls
 SSO_ROLE = "AWSReservedSSO_"  # its sessions are named after the person
 
 
 @dataclass(frozen=True)
 class Caller:
-    """An account, and the owner, as a tag has it, of the jobs that these credentials launch."""
+    """An account, and the value of the owner's tag for jobs that these credentials launch."""
 
     account: str
     owner: str
@@ -40,7 +40,7 @@ known_callers: dict[str, Caller] = {}  # by access key, which belongs to one cal
 
 
 def caller_of(session: Any, region: str, patient: bool) -> Caller:
-    """Ask AWS who calls, once for each access key. Unless patient, it fails in seconds."""
+    """Ask AWS who calls, once for each access key. If not patient, this fails within seconds."""
     with service_errors("GetCallerIdentity"):
         credentials = session.get_credentials()
         key = credentials.get_frozen_credentials().access_key if credentials else ""
@@ -53,7 +53,7 @@ def caller_of(session: Any, region: str, patient: bool) -> Caller:
 
 
 def owner_of_upload(settings: Settings) -> str:
-    """The owner of an upload to S3; '' if AWS does not say, as for the keys of another server."""
+    """The owner of an upload to S3; '' if AWS does not say, as with the keys of another server."""
     session = aws_session(settings)
     try:
         return caller_of(session, session.region_name or ANY_REGION, patient=False).owner
@@ -63,10 +63,10 @@ def owner_of_upload(settings: Settings) -> str:
 
 
 def owner_of(arn: str) -> str:
-    """The value of the tag for the owner of a job: `user/NAME`, `ROLE/SESSION` or `root`.
+    """The value of the owner's tag of a job: `user/NAME`, `ROLE/SESSION`, or `root`.
 
-    The role alone, if each login gets another name of session. A tag cannot hold the comma that a
-    name may have; no name has the colon that replaces it.
+    It is the role alone, if the name of the session changes with each login. A colon replaces a
+    comma: a tag cannot have a comma, and no name has a colon.
     """
     kind, *names = arn.split(":", 5)[5].split("/")
     if kind != "assumed-role":
@@ -78,7 +78,7 @@ def owner_of(arn: str) -> str:
 
 
 def tag_value(text: str) -> str:
-    """A text as the value of a tag, whose characters and length AWS limits."""
+    """Make a text the value of a tag, within AWS's limits for characters and length."""
     return re.sub(r"[^\w .:/=+@-]", ":", text)[:256]
 
 
@@ -113,7 +113,7 @@ def last_launches(settings: Settings) -> list[LaunchedJob]:
 
 
 def remember_launch(launched: LaunchedJob, settings: Settings) -> None:
-    """Note the job that was launched last. If it cannot be written, that is no failure."""
+    """Record the job that was launched last, if the disk takes it."""
     jobs = []
     for job in last_launches(settings):
         if job.caller != launched.caller or job.region != launched.region:
@@ -126,7 +126,7 @@ def search_jobs(
 ) -> Iterator[dict[str, Any]]:
     """Yield SageMaker's answers about the account's jobs with our tags, the newest first.
 
-    If an owner, a name or an id is passed, only jobs that have it.
+    owner, name, job_id: only jobs that have these.
     """
     properties = {
         f"Tags.{TAG_KEY}": TAG_VALUE,
@@ -153,10 +153,10 @@ def search_jobs(
 def with_last(
     jobs: Iterable[dict[str, Any]], last_id: str, last: Iterator[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the jobs of Search with the job that was launched last, at its place by its time.
+    """Yield the jobs of Search, with the job that was launched last inserted by its time.
 
-    Search returns a new job only after seconds; `last` yields it, if it exists. If Search has it,
-    the jobs of its second stay in the order of Search; else it is the newest of them.
+    Search has a new job only after seconds; `last` yields it, if it exists. If Search has it, the
+    jobs of the same second keep their order; otherwise it is the newest of them.
     """
     is_placed = False
     for time, group in groupby(jobs, key=lambda job: time_of(name_of(job))):

@@ -1,4 +1,4 @@
-"""Checks of a job before its launch: of its image, disk, network, batch, memory, and regions."""
+"""Check a job before its launch: its image, disk, network, batch, memory, and regions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_vpc(job: TrainingJob, settings: Settings, region: str) -> None:
 
 
 def check_regions(job: TrainingJob, settings: Settings, account: Account) -> None:
-    """Raise InputError if the job reads a bucket of another region. It asks S3."""
+    """Raise InputError if the job reads a bucket of another region. This asks S3."""
     uris = {
         "init_from": job.init_from,
         "teacher": job.teacher,
@@ -58,7 +58,7 @@ def check_regions(job: TrainingJob, settings: Settings, account: Account) -> Non
         "data": job.data,
         "store": settings.data_store,
     }
-    fields = {}  # by bucket: one that is in it
+    fields = {}  # a field whose URI is in the bucket, by bucket
     for field, uri in uris.items():
         if uri and uri.startswith("s3://"):
             fields[uri.split("/")[2]] = field
@@ -108,13 +108,13 @@ def check_memory(job: TrainingJob, instance: str) -> None:
 
 
 def bytes_per_parameter(config: Any, n_ranks: int) -> float:
-    """The least memory of a rank for a parameter of a layer, without activations.
+    """The least bytes that a rank needs for a parameter of a layer, without activations.
 
-    docs/hyperparameters.md has the arithmetic. An embedding takes more and is not counted, as the
-    number of characters or tokens is not known here.
+    docs/hyperparameters.md has the arithmetic. An embedding takes more, and does not count, since
+    the number of characters or tokens is not known here.
     """
     weight = gradient = momentum = 4
     copy = 0 if config.precision == "float32" else 2
     if config.optimizer == "adamw":
         return weight + gradient + copy + 2 * momentum
-    return weight + gradient + copy + momentum / n_ranks  # muon's momentum is shared by the ranks
+    return weight + gradient + copy + momentum / n_ranks  # the ranks share the momentum of muon

@@ -1,4 +1,4 @@
-"""The cost of a job, and the time limit that keeps it below a cost ceiling.
+"""Compute the cost of a job, and the time limit that keeps it below a cost ceiling.
 
 SageMaker bills each instance of a job by the second, from TrainingStartTime to TrainingEndTime: the
 download of image and data, the run, stop and upload, but not the wait for machines. The time limit
@@ -42,19 +42,20 @@ DISK_PER_HOUR = 0.27 / 730
 
 
 class CeilingTooLow(InputError):
-    """The run, even the shortest one or that of max_run, may cost more than the cost ceiling."""
+    """The shortest run, or the run of max_run, may cost more than the cost ceiling."""
 
 
 class Unconfirmed(InputError):
     """Nobody has agreed to what a launch may cost.
 
-    The fact `worst_cost` is in USD, infinity if it is unknown; `limit` is the setting ask_above.
+    The fact `worst_cost` is in USD, and infinite if it is unknown. `limit` is the setting
+    ask_above.
     """
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The most that a job and those it resumes may cost, in USD; source says who set it."""
+    """The most that a job, and the jobs that it resumes, may cost, in USD, and who set that."""
 
     amount: float
     source: str
@@ -71,7 +72,8 @@ def usd(amount: float) -> str:
 def check_confirmed(worst: float, max_cost: float | None, settings: Settings) -> None:
     """Raise Unconfirmed if jobs may cost more than ask_above and have no ceiling.
 
-    max_cost is their ceiling, if somebody chose it now; that of a resumed job is no consent.
+    worst: what they may cost, in USD. max_cost: their ceiling, if the user chose it now. The
+    ceiling of a resumed job is no consent.
     """
     has_ceiling = bool(max_cost or settings.max_cost) and worst < math.inf
     if worst <= settings.ask_above or has_ceiling:
@@ -86,18 +88,18 @@ def check_confirmed(worst: float, max_cost: float | None, settings: Settings) ->
 
 
 def rate(job: TrainingJob | JobDescription, price: Price) -> float:
-    """USD per hour of a job: its instances, and their disks if those are billed."""
+    """What an hour of a job costs, in USD: its instances, and their disks if these are billed."""
     disk = 0 if has_local_disks(job.instance) else job.volume_size * DISK_PER_HOUR
     return job.instance_count * (price.per_hour + disk)
 
 
 def cost_of(job: JobDescription, price: Price, now: float) -> float:
-    """USD that a job has cost so far or in total; now is in seconds since the epoch."""
+    """What a job has cost so far or in total, in USD. now: in seconds since the epoch."""
     return job.billed_seconds(now) / 3600 * rate(job, price)
 
 
 def worst_case(per_hour: float, time_limit: int, keep_alive: int) -> float:
-    """USD of a job that runs to its time limit, and of its warm pool."""
+    """What a job costs that runs to its time limit, with its warm pool, in USD."""
     return per_hour * (time_limit + OVERHEAD_SECONDS + keep_alive) / 3600
 
 
@@ -123,7 +125,7 @@ def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
 def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -> TrainingJob:
     """Return the job with a time limit that keeps it below the ceiling.
 
-    spent is the cost in USD of the jobs that this one resumes. Raises CeilingTooLow.
+    spent: what the jobs that this one resumes have cost, in USD. Raises CeilingTooLow.
     """
     keep_alive = job.keep_alive or 0
     longest = longest_run(ceiling.amount - spent, per_hour, keep_alive)
@@ -147,7 +149,7 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
 
 
 def earlier_cost(record: TrainingJob, job: JobDescription, prices: Prices) -> float | None:
-    """The cost in USD of a job that is resumed, and of those that it resumed itself.
+    """The cost of a job that is resumed, and of the jobs that it resumed itself, in USD.
 
     None if it is unknown. record is the job as it was submitted.
     """
@@ -163,10 +165,10 @@ def earlier_cost(record: TrainingJob, job: JobDescription, prices: Prices) -> fl
 def afford(
     job: TrainingJob, settings: Settings, prices: Prices, earlier: float | None
 ) -> TrainingJob:
-    """Return the job with a time limit that keeps it below its ceiling. Logs what it may cost.
+    """Return the job with a time limit that keeps it below its ceiling; log what it may cost.
 
-    earlier is the cost in USD of the jobs that it resumes. Raises InputError if the job has a
-    ceiling and a price is unknown, and CeilingTooLow.
+    earlier: what the jobs that it resumes have cost, in USD; None if that is unknown. Raises
+    InputError if the job has a ceiling and a price is unknown, and CeilingTooLow.
     """
     ceiling = ceiling_of(job, settings)
     known_prices = find_prices(job.instances, prices)
@@ -176,7 +178,9 @@ def afford(
         return job.model_copy(update={"earlier_cost": earlier})
 
     rates = rates_of(job, known_prices)
-    instance = max(rates, key=lambda name: rates[name])  # the dearest, as any may be chosen
+    instance = max(
+        rates, key=lambda name: rates[name]
+    )  # the most expensive type, as SageMaker may choose any
     price = known_prices[instance]
     per_hour = rates[instance]
     spent = earlier if ceiling and earlier else 0.0
@@ -194,7 +198,7 @@ def afford(
 
 
 def find_prices(instances: Iterable[str], prices: Prices) -> dict[str, Price]:
-    """The prices of those types of which one is known."""
+    """The prices of instance types, without those that have no known price."""
     price_of_type = {}
     for instance in instances:
         price = prices.of(instance)
@@ -223,7 +227,7 @@ def check_prices_known(
 
 
 def rates_of(job: TrainingJob, prices: Mapping[str, Price]) -> dict[str, float]:
-    """USD an hour of the job on each of the types on which SageMaker may run it."""
+    """What an hour of the job costs, in USD, on each type on which SageMaker may run it."""
     rates = {}
     for instance, price in prices.items():
         rates[instance] = rate(job.model_copy(update={"instance": instance}), price)
@@ -244,7 +248,10 @@ def log_price(job: TrainingJob, instance: str, price: Price) -> None:
 
 
 def counted_besides(spent: float) -> str:
-    """Say what a worst cost has besides the run. spent is USD of the jobs that it resumes."""
+    """Describe what a worst cost includes besides the run.
+
+    spent: what the jobs that it resumes have cost, in USD.
+    """
     text = f"an allowance of {OVERHEAD_SECONDS} s for start-up, stop and upload"
     if spent:
         text += f", {usd(spent)} of the earlier jobs"
@@ -260,7 +267,7 @@ OFFLINE_REGION = "us-east-1"  # of the prices in launcher.instances
 
 
 class PriceAnswer(Document):
-    """A price that the price list had on a day, in USD per hour."""
+    """The price in the price list on a day, in USD per hour."""
 
     per_hour: float = Field(gt=0, lt=1e6)
     day: date
@@ -276,10 +283,10 @@ class Prices:
         self.cache = Cache(settings.home / "prices.json", Answers)
         self.session = aws_session(settings)
         self.region = check_region(self.session)
-        self.trouble = ""  # why AWS could not be asked; it is not asked again
+        self.trouble = ""  # why AWS could not be asked; then it is not asked again
 
     def of(self, instance: str) -> Price | None:
-        """The price of an instance type, or None if it is unknown. Raises nothing."""
+        """The price of an instance type; None if it is unknown. This raises no errors."""
         answer = self.saved_answer(instance)
         if not (is_fresh(answer) or self.trouble):
             answer = self.ask(instance) or answer
@@ -302,7 +309,7 @@ class Prices:
             answer = PriceAnswer(per_hour=per_hour, day=date.today())
         except Offline:
             return None
-        # A launch must not fail here, whatever a parser raises.
+        # A launch must not fail here, so any error of a parser is caught.
         except Exception as error:
             self.trouble = f"could not ask AWS's price list: {message_of(error)}"
             return None
@@ -331,7 +338,7 @@ class Prices:
 
 
 def is_fresh(answer: PriceAnswer | None) -> bool:
-    """True if an answer need not be asked for again."""
+    """True if an answer is so new that AWS need not be asked again."""
     if answer is None:
         return False
     age = date.today() - answer.day
@@ -339,10 +346,10 @@ def is_fresh(answer: PriceAnswer | None) -> bool:
 
 
 def training_price(products: list[str], instance: str) -> float | None:
-    """USD per hour of training among products of the price list, each a JSON document.
+    """The price of training, in USD per hour, in products of the price list, which are JSON.
 
-    Each use of an instance type is a product. That of training has a usage type such as
-    `USE1-Train:ml.g5.12xlarge`; hosting, spot and the rest have others.
+    Each use of an instance type is a product. Training has a usage type such as
+    `USE1-Train:ml.g5.12xlarge`; hosting, spot, and other uses have others.
     """
     training_usage = re.compile(rf"(.+-)?Train:{re.escape(instance)}")
     prices = []

@@ -23,7 +23,7 @@ from sm_nanogpt.launcher.settings import Settings
 logger = logging.getLogger(__name__)
 
 TEMPLATE = Path(__file__).parents[2] / "infra" / "template.yaml"
-WAIT = {"Delay": 2, "MaxAttempts": 1800}  # seconds; an hour
+WAIT = {"Delay": 2, "MaxAttempts": 1800}  # every 2 seconds, for an hour
 # Statuses of a stack that cannot be changed, only deleted.
 LEFT_OVER = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED")
 
@@ -49,15 +49,15 @@ class ChangeSet:
 
 @dataclass(frozen=True)
 class Removal:
-    """What deleting a stack keeps, and what it takes from others."""
+    """What stays if a stack is deleted, and who loses a policy or a running job."""
 
     stack_id: str
     status: str
-    bucket: str | None  # its name; it is kept
-    key: str | None  # its ARN; it is kept
+    bucket: str | None  # the name of the bucket, which is kept
+    key: str | None  # the ARN of the key, which is kept
     policy: str | None  # the ARN of the launcher policy
-    holders: list[tuple[str, str]]  # of the policy: (User, Group or Role, name)
-    jobs: list[str]  # ids of running jobs, which have the role of the stack
+    holders: list[tuple[str, str]]  # of the policy, as (User, Group or Role; name)
+    jobs: list[str]  # ids of the running jobs that have the role of the stack
 
 
 class Deployment:
@@ -80,9 +80,9 @@ class Deployment:
     ) -> ChangeSet | None:
         """Create a change set; return None if nothing would change.
 
-        kms adds a key, and vpc allows jobs in a VPC; the others, an ARN and a path, are of the
-        role. What a plan leaves out stays as it was. A stack in a status of LEFT_OVER has to be
-        deleted first.
+        kms adds a key, and vpc allows jobs in a VPC. permissions_boundary, an ARN, and role_path
+        are for the role. What a plan leaves out stays as it was. A stack in a status of LEFT_OVER
+        has to be deleted first.
         """
         raw = self.describe_changeable()
         if raw is not None and raw["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
@@ -159,16 +159,16 @@ class Deployment:
         return self.show()
 
     def show(self) -> Stack:
-        """Read the stack. Logs the state of its last operation, unless that succeeded."""
+        """Read the stack, and log the state of its last operation if that failed."""
         raw = stacks.describe_stack(self.client, self.name)
         if raw is not None and not stacks.has_succeeded(raw["StackStatus"]):
             logger.info(self.state(raw))
         return stacks.cache_stack(self.settings, self.region, raw)
 
     def removal(self, statuses: Collection[str] = ()) -> Removal | None:
-        """Return what deleting the stack does.
+        """Return what deleting the stack would do; None if there is no stack.
 
-        None if there is no stack, or `statuses` has some and its status is none of them.
+        statuses: if there are any, also None for a stack in another status.
         """
         raw = self.describe_changeable()
         if raw is None or (statuses and raw["StackStatus"] not in statuses):
@@ -206,7 +206,7 @@ class Deployment:
         return [raw["TrainingJobName"] for raw in jobs if raw["TrainingJobStatus"] in RUNNING]
 
     def destroy(self, removal: Removal) -> None:
-        """Delete the stack and wait for its end; retained resources stay.
+        """Delete the stack, and wait for that. Retained resources stay.
 
         IAM does not delete an attached policy, so it is detached first.
         """
@@ -219,7 +219,7 @@ class Deployment:
         stacks.remember_stack(self.settings, self.region, None)
 
     def wait(self, waiter_name: str, stack_id: str) -> None:
-        """Wait by a waiter of boto3. Raises ServiceError if the operation failed."""
+        """Wait for an operation, by a waiter of boto3. Raises ServiceError if it failed."""
         logger.info(f"waiting for stack {self.name}; CloudFormation takes a minute or two")
         try:
             with suppress(WaiterError, Missing):
@@ -232,7 +232,7 @@ class Deployment:
             raise ServiceError(f"{self.state(raw)}; correct that and try again")
 
     def state(self, raw: dict[str, Any]) -> str:
-        """The status of a stack, and the first failure of its last operation if it can be read."""
+        """Describe the status of a stack, with the first failure of its last operation, if any."""
         failure = ""
         with suppress(ServiceError):
             for event in self.events(raw["StackId"]):
@@ -253,7 +253,7 @@ class Deployment:
 def parameters_for(
     raw: dict[str, Any] | None, values: Mapping[str, str | None]
 ) -> list[dict[str, Any]]:
-    """The parameters of a change set; None keeps what the stack of this answer has."""
+    """The parameters of a change set. A value of None keeps that of the stack of an answer."""
     deployed = {} if raw is None else stacks.parameters_of(raw)  # an older stack lacks some
     parameters: list[dict[str, Any]] = []
     for name, value in values.items():

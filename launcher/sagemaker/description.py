@@ -1,4 +1,4 @@
-"""SageMaker's answers about a job, as a JobDescription."""
+"""Turn answers of SageMaker about a job into a JobDescription."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_our_job(raw: dict[str, Any]) -> bool:
 
 
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
-    """Turn an answer of SageMaker into a JobDescription; checkpoint_step None means unknown.
+    """Turn an answer of SageMaker into a JobDescription. checkpoint_step: None if it is unknown.
 
     Raises ServiceError if the answer lacks something that each launch of sm-nanogpt sets.
     """
@@ -113,7 +113,7 @@ def metrics_of(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_of(raw: dict[str, Any]) -> str | None:
-    """The URI of the model, once the job has completed."""
+    """The URI of the model; None until the job has completed."""
     if raw["TrainingJobStatus"] != "Completed":
         return None
     uri: str | None = raw.get("ModelArtifacts", {}).get("S3ModelArtifacts")
@@ -126,14 +126,14 @@ def instance_of(resources: dict[str, Any]) -> str:
 
 
 def requested_instance(resources: dict[str, Any]) -> str:
-    """The instance type of a request, or several, joined by commas."""
+    """The instance types of a request, joined by commas."""
     preferences = resources.get("InstancePreferences", [])
     types = [preference["InstanceType"] for preference in preferences]
     return ",".join(types) or str(resources.get("InstanceType", ""))
 
 
 def reason_of_end(raw: dict[str, Any]) -> str | None:
-    """Why a job failed or was stopped, if SageMaker says so."""
+    """Why a job failed or was stopped; None if SageMaker does not say it."""
     reason = shorten(raw.get("FailureReason", ""))
     if reason:
         return reason
@@ -149,7 +149,7 @@ def seconds_of(moment: datetime | None) -> float | None:
 
 
 def shorten(reason: str) -> str:
-    """A FailureReason in one line: the error of train.py, else all of it."""
+    """A FailureReason in one line: the error of train.py; if it has none, all of it."""
     cause = CAUSE.search(reason) or EXTRA.search(reason)
     text = cause[1] if cause else reason
     return " ".join(text.split())

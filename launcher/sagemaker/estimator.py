@@ -40,8 +40,9 @@ CONFIG = {"SchemaVersion": "1.0", "SageMaker": NO_TELEMETRY}
 def quiet_sdk() -> Iterator[None]:
     """Silence the SDK, and restore the loggers that its import sets up.
 
-    The SDK would validate CONFIG at its start and in fifty look-ups (2 s), and make a TensorBoard
-    client from boto3's default session, which fails if the default profile's login has expired.
+    Otherwise the SDK would validate CONFIG at its start and in fifty look-ups (2 s). It would also
+    make a TensorBoard client from boto3's default session, which fails if the login of the default
+    profile has expired.
     """
     os.environ.setdefault("DISABLE_JUMPSTART_LOGGING", "1")  # it warns of expired credentials
     os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
@@ -63,7 +64,7 @@ def quiet_sdk() -> Iterator[None]:
 @service_errors("the SageMaker SDK")
 @quiet_sdk()
 def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
-    """Make the CreateTrainingJob request of a job, recorded just before the SDK would send it."""
+    """Make the CreateTrainingJob request of a job. It is recorded before the SDK would send it."""
     import boto3
     import sagemaker
     from sagemaker.inputs import TrainingInput

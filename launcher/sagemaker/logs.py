@@ -1,4 +1,4 @@
-"""The lines of a job in CloudWatch, and the script's among those of the toolkit."""
+"""Read the lines of a job in CloudWatch, and tell those of the script from the toolkit's."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Event = tuple[int, str, str]  # of a log: time in ms, stream (HOST-TIME here), m
 TAGGED = re.compile(r"\[\d+,mpirank:\d+,([^\]]+)\]<std(?:out|err)>:(.*)", re.DOTALL)
 TOOLKIT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [\w.-]+ +([A-Z]+) ")
 START = "Invoking script with the following command:"  # the command is on the next line
-# The images since 2.11 preload a library that they fail to make, so each process says so.
+# A message of each process: images since 2.11 preload a library that they fail to make.
 NOISE = "ERROR: ld.so: object '/libchangehostname.so' "
 
 
 def lines_of(
     events: Iterable[Event], raw: bool = False, running: Collection[str] = ()
 ) -> Iterator[str]:
-    """Yield the lines of the script, and errors of the toolkit; if raw, every line.
+    """Yield the lines of the script, and errors of the toolkit; if raw, all lines.
 
-    A stream is HOST-TIME: each start of a spot job has streams of its own. In those named by
-    `running` the script has started before the first line. Lines of hosts other than the first,
-    and raw ones, start with the host's name.
+    The name of a stream is HOST-TIME: each start of a spot job has streams of its own. `running`
+    names the streams in which the script had started before the first line. Raw lines, and lines of
+    hosts other than the first, start with the name of the host.
     """
     filters: dict[str, StreamFilter] = {}
     for _, stream, line in events:
@@ -48,7 +48,7 @@ def lines_of(
 
 @dataclass
 class StreamFilter:
-    """Tells the script's lines of a stream from those that the toolkit prints before."""
+    """Tells the lines of the script in a stream from those that the toolkit prints before them."""
 
     has_started: bool
     awaits_command: bool = False  # the line of the command is still to come
@@ -81,10 +81,10 @@ def streams_of(client: Any, job_id: str) -> list[str]:
 def pages_of(
     client: Any, stream: str, token: str | None = None, backward: bool = False
 ) -> Iterator[tuple[list[Event], str]]:
-    """Yield the pages of a stream after a token, each with the token of the next.
+    """Yield the pages of a stream after a token, each with the token of the next page.
 
-    Without a token, it begins at one end of the stream. A page is in order of time, and may be
-    empty before the last.
+    Without a token, this begins at one end of the stream. The events of a page are in the order of
+    time. Also a page before the last one may be empty.
     """
     direction = "nextBackwardToken" if backward else "nextForwardToken"
     name = stream.partition("/")[2]
@@ -97,15 +97,15 @@ def pages_of(
         for event in page["events"]:
             events.append((event["timestamp"], name, event["message"].rstrip("\n")))
         yield events, page[direction]
-        if page[direction] == token:  # where a stream ends, it returns the token of the request
+        if page[direction] == token:  # CloudWatch returns the token of the request at the end
             return
         token = page[direction]
 
 
 def new_events(client: Any, job_id: str, tokens: dict[str, str]) -> list[Event]:
-    """Read the events after these tokens, which are by stream, in order of time.
+    """Read the events after these tokens, in the order of time. tokens has them by stream.
 
-    It updates the tokens at the end, so that no line is lost if an outage interrupts the call.
+    The tokens are updated at the end, so that no line is lost if an outage interrupts the call.
     """
     new: list[Event] = []
     new_tokens = {}
@@ -122,7 +122,7 @@ def in_order_of_time(events: Iterable[Event]) -> list[Event]:
 
 
 def last_lines(client: Any, job_id: str, count: int, raw: bool) -> list[str]:
-    """Read the last lines of a job, of all streams in order of time, each from its end."""
+    """Read the last lines of a job, in the order of time. Each stream is read from its end."""
     events: list[Event] = []
     running = set()
     for stream in streams_of(client, job_id):
@@ -135,9 +135,9 @@ def last_lines(client: Any, job_id: str, count: int, raw: bool) -> list[str]:
 
 
 def last_events(client: Any, stream: str, count: int, raw: bool) -> tuple[list[Event], bool]:
-    """Read the last events of a stream, which make `count` lines if it has so many.
+    """Read the last events of a stream: enough for `count` lines, if it has so many.
 
-    Also returns True if the script was started before them. (Raw lines do not depend on that.)
+    Also returns True if the script was started before these events. (Raw lines do not need that.)
     """
     starts_before = not raw and any(has_start(page) for page, _ in pages_of(client, stream))
     name = stream.partition("/")[2]

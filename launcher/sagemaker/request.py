@@ -1,7 +1,7 @@
-"""The CreateTrainingJob request of a job, as plain data.
+"""Make the CreateTrainingJob request of a job, as plain data.
 
-Where version 2 of the SageMaker SDK is installed, its PyTorch estimator has to make the same before
-it is sent, in `launcher.sagemaker.estimator`.
+If version 2 of the SageMaker SDK is installed, its PyTorch estimator has to make the same request
+before it is sent, in `launcher.sagemaker.estimator`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_PENDING_SECONDS = 86_400  # a job waits so long for GPUs; AWS names no defau
 
 @dataclass(frozen=True)
 class Placement:
-    """What the backend decides about a job, besides what the job itself says."""
+    """What the backend decides about a job, in addition to the fields of the job."""
 
     region: str
     owner: str  # who launches it, or OWNER_PLACEHOLDER in a dry run
@@ -51,14 +51,14 @@ class Placement:
     def checkpoint_uri(self, job_id: str) -> str:
         """The S3 prefix of a job's checkpoints.
 
-        SageMaker restores all keys that begin with it: without the slash at its end, GROUP-1 would
+        SageMaker restores all keys that begin with it. Without the slash at its end, GROUP-1 would
         also get the checkpoints of GROUP-10.
         """
         return storage.join(self.store, "checkpoints", job_id, "")
 
 
 def channels_of(job: TrainingJob) -> dict[str, tuple[str, str | None]]:
-    """The S3 prefix, or the file, of each channel, and its input mode, if not that of the job."""
+    """The S3 prefix, or the file, of each channel; and its input mode, if it is not the job's."""
     channels = {}
     for name, uri in job.channels.items():
         # S3 has no directories: without the slash, NAME.json would belong to NAME.
@@ -70,7 +70,7 @@ def channels_of(job: TrainingJob) -> dict[str, tuple[str, str | None]]:
 
 
 def tags_of(job: TrainingJob, placement: Placement) -> list[dict[str, str]]:
-    """The tags of a job: ours, by which Search finds it, and then those of the user."""
+    """The tags of a job: ours, by which Search finds it, and those of the user."""
     tags = our_tags(placement.owner, job.name, job.summary)
     tags += [{"Key": key, "Value": value} for key, value in job.tags.items()]
     return tags
@@ -89,7 +89,7 @@ def mpi_options(environment: Mapping[str, str]) -> str:
 
 
 def input_channel(name: str, uri: str, mode: str | None) -> dict[str, Any]:
-    """A channel with all objects whose keys begin with the URI, which each host gets."""
+    """A channel that gives each host all objects whose keys begin with the URI."""
     source = {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
     channel: dict[str, Any] = {"ChannelName": name, "DataSource": {"S3DataSource": source}}
     if mode is not None:
@@ -98,9 +98,9 @@ def input_channel(name: str, uri: str, mode: str | None) -> dict[str, Any]:
 
 
 def toolkit_parameters(job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
-    """The hyperparameters that SageMaker's container toolkit reads, and not the script.
+    """The hyperparameters that SageMaker's container toolkit reads, and that the script does not.
 
-    Without a network, the archive of the training folder comes as a channel.
+    In a job without a network, the archive of the training folder is a channel.
     """
     parameters: dict[str, Any] = {
         "sagemaker_program": "train.py",
@@ -123,7 +123,7 @@ def toolkit_parameters(job_id: str, job: TrainingJob, placement: Placement) -> d
 
 
 def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[str, Any]:
-    """Make the CreateTrainingJob request of a job, equal to the one of the SDK."""
+    """Make the CreateTrainingJob request of a job, as the SDK would make it."""
     channels = [input_channel(name, uri, mode) for name, (uri, mode) in channels_of(job).items()]
     if job.network_isolation:
         channels.append(input_channel("code", placement.source_uri(job_id), None))
@@ -170,7 +170,7 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
 
 
 def set_instances(resources: dict[str, Any], job: TrainingJob) -> None:
-    """Write the instance type of a job, or several in the order of preference, into resources."""
+    """Write the instance types of a job into resources, in the order of preference."""
     if len(job.instances) == 1:
         resources["InstanceType"] = job.instances[0]
     else:
@@ -235,8 +235,8 @@ def sendable_hyperparameters(job: Request) -> dict[str, Scalar]:
     """Return the hyperparameters to send to SageMaker.
 
     Toolkits up to 5.1.2, as in the images since 2.11, pass the values through a shell, unquoted, so
-    only harmless characters are allowed. A default of an edited script that has others is left
-    out, since the script knows it. Raises InputError if the user set such a value.
+    only harmless characters are allowed. If a default of an edited folder has others, it is left
+    out, since the folder knows it. Raises InputError if the user set such a value.
     """
     harmless = re.compile(r"[A-Za-z0-9._:/=+-]{1,2500}")
     explicit = job.explicit_hyperparameters()
@@ -250,9 +250,9 @@ def sendable_hyperparameters(job: Request) -> dict[str, Scalar]:
     return sendable
 
 
-# The toolkit starts each rank of `pytorchddp` by `python -m mpi4py train.py`, and AWS's images for
-# GPUs have no mpi4py since PyTorch 2.11. Its part there is to end all ranks when one fails, which
-# mpirun does by itself, as no rank calls MPI_Init.
+# This replaces mpi4py. The toolkit starts each rank of `pytorchddp` by `python -m mpi4py train.py`,
+# and AWS's images for GPUs have no mpi4py since PyTorch 2.11. There it only ends all ranks when one
+# fails, which mpirun does itself, since no rank calls MPI_Init.
 MPI4PY = b"""\
 import os, runpy, sys
 

@@ -1,4 +1,4 @@
-"""The fields of a request that SageMaker does not take, found before AWS is asked."""
+"""Find the fields of a request that SageMaker does not take, before AWS is asked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TAGS = {"type": "map", "key": {"shape": "TagKey"}, "value": {"shape": "TagValue"
 
 
 def problems_of(request: Request) -> Iterator[Problem]:
-    """Yield the fields that SageMaker does not take as they are, with their values, and why."""
+    """Yield the fields that SageMaker does not take, with their values, and why."""
     problem = instance_problem(request.instances)
     if problem:
         yield "instance", request.instance, problem

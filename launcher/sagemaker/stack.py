@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 DESCRIPTION = "Where sm-nanogpt keeps texts and models"  # of the template; marks our stacks
 REVIEW = "REVIEW_IN_PROGRESS"  # only change sets; there is no stack yet
-# SageMaker describes a notebook instance or Studio space to itself there; the SDK reads it too.
+# In this file, SageMaker describes a notebook instance or Studio space. The SDK also reads it.
 NOTEBOOK_METADATA = Path("/opt/ml/metadata/resource-metadata.json")
 
 
@@ -47,10 +47,11 @@ CachedStacks = dict[str, Stack | None]  # by cache_key; None: there was none
 def with_stack(
     settings: Settings, names: tuple[str, ...] = ("store", "role", "kms_key")
 ) -> Settings:
-    """Return the settings with the store, role and key that they leave open, from the stack.
+    """Return the settings with the store, role, and key of the stack, where they have none.
 
-    Does not call AWS if store and role are set, or in a dry run, which uses the stack as last seen.
-    With a role, and no stack seen before, a user who may not ask for the stack goes on without it.
+    AWS is not called if store and role are set, nor in a dry run, which uses the stack as it was
+    last seen. If a role is set, and no stack was seen before, a user without the permission to ask
+    for the stack goes on without it.
     """
     if settings.store and (settings.role or "role" not in names):
         return settings
@@ -82,9 +83,9 @@ def with_stack(
 
 
 def find_stack(settings: Settings, session: Any) -> Stack | None:
-    """Ask for the stack of the settings; None if there is none and the user named none.
+    """Ask for the stack of the settings; return None if it does not exist, and nobody named it.
 
-    Raises Missing if the user named one, and as read_stack.
+    Raises Missing if the user named a stack that does not exist, and the errors of read_stack.
     """
     region = aws.check_region(session)
     client = aws.make_client(session, "cloudformation", region, attempts=3)
@@ -96,7 +97,7 @@ def find_stack(settings: Settings, session: Any) -> Stack | None:
 
 
 def cache_stack(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack:
-    """Read and remember an answer of describe_stack. Raises Missing for None."""
+    """Read and remember an answer of describe_stack. Raises Missing if it is None."""
     stack = None if raw is None else read_stack(raw)
     remember_stack(settings, region, stack)
     if stack is None:
@@ -144,9 +145,9 @@ def outputs_of(raw: dict[str, Any]) -> dict[str, str]:
 
 
 def is_our_stack(raw: dict[str, Any]) -> bool:
-    """True if the description is that of the template.
+    """True if a stack has the description of the template.
 
-    A stack has it from the start, and outputs only at the end.
+    A stack has its description from the start, and its outputs only at the end.
     """
     return str(raw.get("Description", "")).startswith(DESCRIPTION)
 
@@ -174,7 +175,7 @@ def stack_cache(settings: Settings) -> Cache[CachedStacks]:
 
 
 def remember_stack(settings: Settings, region: str, stack: Stack | None) -> None:
-    """Note the stack of the settings, or that there is none."""
+    """Record the stack of the settings, or that there is none."""
     cache = stack_cache(settings)
     stacks = cache.read()
     stacks[cache_key(settings, region)] = stack
@@ -192,9 +193,9 @@ def cache_key(settings: Settings, region: str | None) -> str:
 
 
 def notebook_role(client: Callable[[str], Any]) -> str:
-    """The execution role of the SageMaker notebook or Studio space that this runs in, or ''.
+    """The execution role of the SageMaker notebook or Studio space in which this runs, or ''.
 
-    Elsewhere the caller may also be a role, as after `aws sso login`, but SageMaker cannot use it.
+    Elsewhere the caller may have a role, too, as after `aws sso login`; SageMaker cannot use it.
     """
     try:
         metadata = json.loads(NOTEBOOK_METADATA.read_bytes())
