@@ -206,7 +206,7 @@ def metrics_command(job_id: str, form: str | None) -> None:
 
 
 def column_names(curve: Curve) -> list[str]:
-    """The names of the values in a curve, the step and the losses first."""
+    """The names of the values in a curve. The step and the losses come first."""
     values = curve.newest
     first = ["step", "train_loss", "val_loss", "best_loss", "bits_per_byte"]
     names = [name for name in first if name in values]
@@ -299,7 +299,7 @@ def report_command(
 
 
 def report_path(job_ids: Sequence[str]) -> Path:
-    """The file of a report on these jobs, if none is named."""
+    """The default file of a report on these jobs."""
     if len(job_ids) == 1:
         return Path(f"report-{job_ids[0]}.html")
     return Path(f"report-{len(job_ids)}-runs.html")
@@ -321,7 +321,7 @@ def jobs_with_curves(reference: str, settings: Settings) -> tuple[str, ...]:
 
 
 def launch_again(job: TrainingJob) -> str:
-    """The command that repeats a job. Values of its environment may be secret."""
+    """The command that repeats a job. Values of its environment may be secret and are not shown."""
     from sm_nanogpt.launcher.job import Request
 
     names = Request.model_fields.keys() - {"name", "instance"}

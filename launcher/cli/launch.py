@@ -216,8 +216,10 @@ def launch_command(
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What was typed after `launch`: fields are those of a request, typed the names of all
-    parameters on the command line."""
+    """The command line of `launch`.
+
+    fields has the fields of a request, and typed the names of all parameters that were typed.
+    """
 
     fields: dict[str, Any]
     assignments: dict[str, str]
@@ -264,7 +266,7 @@ class LaunchOptions:
 
 
 def typed_parameters(context: click.Context) -> set[str]:
-    """The names of the parameters that are on the command line."""
+    """The names of the parameters that were typed."""
     names = context.params
     source = context.get_parameter_source
     return {name for name in names if source(name) == ParameterSource.COMMANDLINE}
@@ -378,7 +380,7 @@ def submit(plan: Plan) -> None:
 
 
 def cost_note(plan: Plan) -> str:
-    """What a job costs that goes on after Ctrl-C, as a part of a line; '' on this machine."""
+    """What a job costs that goes on after Ctrl-C, as a part of a message; '' on this machine."""
     if not plan.backend.bills:
         return ""
     if math.isinf(plan.worst_cost):
@@ -389,8 +391,8 @@ def cost_note(plan: Plan) -> str:
 def follow_job(job_id: str, settings: Settings, stops: bool, costs: str) -> None:
     """Print a job's log to stderr until it ends.
 
-    Ctrl-C, or a closed stderr, stops the job if `stops`, else only the printing. costs is what
-    `cost_note` says of it.
+    Ctrl-C, or a closed stderr, stops the job if `stops`; otherwise it stops only the printing.
+    costs: the text of `cost_note` for the job.
     """
     from sm_nanogpt.launcher.tracking import TrackedJob
 

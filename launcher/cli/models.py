@@ -113,7 +113,7 @@ def fetch_and_sample_command(
 
 
 def without_first_breaks(columns: Iterator[list[str]]) -> Iterator[list[str]]:
-    """The pieces of some texts, without the line breaks that a text begins with."""
+    """Yield the pieces of some texts, without the line breaks with which a text begins."""
     has_text = set[int]()  # numbers of the texts that have more than line breaks
     for pieces in columns:
         pieces = list(pieces)
@@ -128,7 +128,7 @@ def without_first_breaks(columns: Iterator[list[str]]) -> Iterator[list[str]]:
 def open_model(
     name: str, settings: Settings, entry_point: Path | None
 ) -> tuple[Path, GPT, Tokenizer]:
-    """Load the model of a job, which is fetched first, or that of a directory.
+    """Load the model of a job, which is fetched first, or the model in a directory.
 
     Returns the directory, the model, and its tokenizer.
     """
@@ -147,9 +147,9 @@ def open_model(
 def player_of(
     model: str, settings: Settings, entry_point: Path | None, with_moments: bool
 ) -> Player:
-    """A model to play with. Its name is that of its job, or of its directory without one.
+    """A model for `play`. Its name is that of its job; without a job, that of its directory.
 
-    with_moments: the page shows how the model has learned, unless that cannot be read.
+    with_moments: the page shows how the model has learned, if its moments can be read.
     """
     from sm_nanogpt.launcher.models.moments import read_moments
     from sm_nanogpt.launcher.views.model_card import card_for, job_behind
@@ -274,7 +274,7 @@ def play_command(
 def save_model(
     model: str, path: Path, bits: int | None, n_moments: int | None, entry_point: Path | None
 ) -> None:
-    """Write a model as one page, say what it holds, and print its path."""
+    """Write a model as one page, describe the page, and print its path."""
     from sm_nanogpt.launcher.views.model_card import job_behind
     from sm_nanogpt.launcher.views.model_page import SLOW_PARAMETERS, count_parameters
     from sm_nanogpt.launcher.views.saved_page import describe_copies, save_model_page
@@ -343,7 +343,7 @@ def answer(
     line: str,
     n: int,
 ) -> Generator[str]:
-    """Yield the n-th answer of a conversation, to a line, and add both to its messages."""
+    """Yield the n-th answer of a conversation, which is to a line; add both to the messages."""
     from sm_nanogpt.launcher.models.chat import Message
     from sm_nanogpt.launcher.models.sample import stream_samples
 
@@ -372,7 +372,7 @@ def answer(
 def continue_prompt(
     model: GPT, tokenizer: Tokenizer, sampling: Mapping[str, Any], line: str, n: int
 ) -> Generator[str]:
-    """Yield a line, and what the model continues it with; the n-th one has a seed of its own."""
+    """Yield a line, and then the text with which the model continues it. n: changes the seed."""
     from sm_nanogpt.launcher.models.sample import stream_samples
 
     options = {**sampling, "seed": sampling["seed"] + n}
@@ -383,9 +383,9 @@ def continue_prompt(
 
 
 def converse(reply: Callable[[str, int], Generator[str]]) -> None:
-    """Print the reply to each line from stdin, until it ends. In a terminal, Ctrl-C ends a reply.
+    """Print the reply to each line of stdin. In a terminal, Ctrl-C ends a reply.
 
-    reply takes the line, and how many replies came before.
+    reply takes the line, and the number of replies before it.
     """
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
@@ -420,7 +420,7 @@ def converse(reply: Callable[[str, int], Generator[str]]) -> None:
 
 
 def read_message(is_terminal: bool) -> str:
-    """A line of stdin, with those that continue it after a backslash. Raises EOFError."""
+    """Read a line of stdin, with the lines that continue it after a backslash. Raises EOFError."""
     message = input("> " if is_terminal else "").rstrip("\r")
     while message.endswith("\\"):
         next_line = input(". " if is_terminal else "").rstrip("\r")

@@ -1,4 +1,4 @@
-"""Options, arguments and questions that several commands use."""
+"""Options, arguments, and questions that several commands use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_COMPLETED = 50  # jobs that Tab offers
 
 
 def settings_of() -> Settings:
-    """The settings of the running command, read once: they hold the session of AWS."""
+    """The settings of the running command. They are read once, as they have the session of AWS."""
     from sm_nanogpt.launcher.settings import load_settings
 
     context = click.get_current_context()
@@ -82,7 +82,7 @@ def check_one_target(params: Mapping[str, Any]) -> None:
 
 
 class OutputFile(click.Path):
-    """A file to write, whose directory exists. It is checked before the work for it begins."""
+    """A file to write, in a directory that exists. It is checked before the command begins."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)
@@ -95,7 +95,7 @@ class OutputFile(click.Path):
 
 
 def check_output_file(path: Path) -> None:
-    """Raise InputError if no file can be written there, or what is there is no file."""
+    """Raise InputError if a file cannot be written, or if the path is that of something else."""
     try:
         has_directory = path.parent.is_dir()
         is_other = path.is_symlink() or (path.exists() and not path.is_file())
@@ -111,10 +111,9 @@ def check_output_file(path: Path) -> None:
 class JobParameter(click.ParamType[str]):
     """A parameter for a job: an id, a name, a part of an id, or `latest`. Gives the full id.
 
-    acts: the command changes the job. sweeps, uploads: it takes the id of a sweep, or the name of
-    an upload too. reads: it reads this part of a job, so `latest` is the newest job that has one;
-    where it is a model, a path or a URI, which names a model elsewhere, stays as it is, and so does
-    `other`.
+    acts: the command changes the job. sweeps, uploads: it also takes the id of a sweep, or the name
+    of an upload. reads: the command reads this part of a job, so `latest` is the newest job that
+    has it. If that part is the model, a path, a URI, and the value `other` are returned unchanged.
     """
 
     acts: bool = False
@@ -154,7 +153,7 @@ class JobParameter(click.ParamType[str]):
         raise InputError(f"{value} is a sweep: use `{instead}`, or one of its jobs, {value}-1")
 
     def convert_upload(self, value: str, settings: Settings) -> str:
-        """The name of an upload, if the value is a part of one; a full id of a job stays."""
+        """The full name of an upload, from a part of it. The full id of a job is unchanged."""
         from sm_nanogpt.launcher.job import FULL_ID
         from sm_nanogpt.launcher.text.uploads import full_name
 
@@ -175,7 +174,7 @@ class JobParameter(click.ParamType[str]):
 
 
 def job_references() -> list[str]:
-    """`latest`, and the name, or else the end of the id, of each of this machine's newest jobs."""
+    """`latest`, and for each of this machine's newest jobs its name, or else the end of its id."""
     from sm_nanogpt.launcher.backends import LOCAL, backend_class
     from sm_nanogpt.launcher.description import JobDescription, end_of
     from sm_nanogpt.launcher.settings import Settings
@@ -244,7 +243,7 @@ def parse_value_lists(
 
 
 def as_number(value: str) -> float | str:
-    """A value to compare: 1e-3 and 0.001 are the same number."""
+    """A value as a number, so that 1e-3 and 0.001 are equal."""
     try:
         return float(value)
     except ValueError:
@@ -254,7 +253,7 @@ def as_number(value: str) -> float | str:
 def agree(question: str, yes: bool) -> None:
     """Ask a question. Unless the user agrees, the command ends with exit code 1.
 
-    With `yes` it does not ask. Raises InputError if stdin is not a terminal.
+    yes: do not ask. Raises InputError if stdin is not a terminal.
     """
     if yes:
         return
@@ -266,9 +265,9 @@ def agree(question: str, yes: bool) -> None:
 
 
 def unless_not_yours(act: Callable[..., T], question: str, yes: bool) -> T:
-    """Call `act(confirmed=...)`, and ask on a terminal if it would change what another user owns.
+    """Call `act(confirmed=...)`, and ask in a terminal if it would change another user's job.
 
-    confirmed is False at first unless the user passed --yes. Raises NotYours elsewhere.
+    confirmed is True if the user passed --yes, or agrees. Without a terminal, NotYours is raised.
     """
     from sm_nanogpt.launcher.tracking import NotYours
 
@@ -283,9 +282,9 @@ def unless_not_yours(act: Callable[..., T], question: str, yes: bool) -> T:
 
 
 def agree_to_cost(worst_cost: float, max_cost: float | None, settings: Settings, yes: bool) -> None:
-    """Ask before jobs that may cost much. worst_cost is in USD, infinity if it is unknown.
+    """Ask before jobs that may cost much. worst_cost: in USD; infinite if it is unknown.
 
-    Without a terminal, it raises as check_confirmed does.
+    Without a terminal, this raises the error of check_confirmed.
     """
     from sm_nanogpt.launcher.sagemaker.cost import check_confirmed
 
@@ -313,7 +312,7 @@ def valued(usage: str, help: str, **attributes: Any) -> Callable[[Any], Any]:
     """An option that takes a value.
 
     usage has the option, its parameter if that has another name, and the metavar. attributes are
-    those of click.option besides what KINDS has for the metavar.
+    for click.option, in addition to those that KINDS has for the metavar.
     """
     *names, metavar = usage.split()
     attributes = {**KINDS.get(metavar, {}), **attributes}

@@ -1,4 +1,4 @@
-"""What to do about an error, in the words of the command line: commands to type, and options."""
+"""Say what to do about an error, by commands to type and options of the command line."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def option(field: str) -> str:
 
 
 def options(fields: Mapping[str, Any]) -> list[str]:
-    """The options of `launch` for fields of a request, each with its value, for a shell."""
+    """The options of `launch` for fields of a request, each with its value, quoted for a shell."""
     arguments: list[str] = []
     for field, value in fields.items():
         if isinstance(value, dict):
@@ -179,7 +179,7 @@ def options(fields: Mapping[str, Any]) -> list[str]:
 
 
 def option_with(field: str, value: object) -> str:
-    """The option of a field with one value, for a shell; True is that of a flag."""
+    """The option of a field with one value, quoted for a shell. A flag has the value True."""
     if value is True:
         return option(field)
     return shlex.join([option(field), str(value)])
@@ -188,8 +188,8 @@ def option_with(field: str, value: object) -> str:
 def command(*arguments: str) -> str:
     """A command for the user to type, with the options that the user gave before the command.
 
-    Without --region, for example, the command would search for a job in another region. The
-    arguments are for a shell: who calls this has quoted those that need it.
+    Without --region, for example, the command would search for a job in another region. The caller
+    has quoted arguments that need it.
     """
     root_options: dict[str, str | None] = {}
     context = click.get_current_context(silent=True)
@@ -209,7 +209,7 @@ def command(*arguments: str) -> str:
 
 
 def program() -> str:
-    """How to call this program: by its path where the shell does not find it, as in a .venv."""
+    """How to call this program: by its path, if the shell does not find it, as in a .venv."""
     path = sys.argv[0]
     if Path(path).name != "sm-nanogpt" or shutil.which("sm-nanogpt"):
         return "sm-nanogpt"
@@ -217,7 +217,7 @@ def program() -> str:
 
 
 def remedy(code: str, facts: Mapping[str, Any]) -> str:
-    """What to do about an error, or about a log record, by its code; '' if it has none."""
+    """What to do about an error or a log record, by its code; '' if it has no code."""
     if not code:
         return ""
     excludes = " ".join(f"--exclude {glob}" for glob in facts.get("globs", ()))
@@ -225,7 +225,7 @@ def remedy(code: str, facts: Mapping[str, Any]) -> str:
 
 
 def reason_of(description: JobDescription) -> str | None:
-    """Why a job failed or stopped, with what to do if that is known."""
+    """Why a job failed or stopped, with a remedy if one is known."""
     reason = description.failure_reason
     if not reason:
         return reason
@@ -251,7 +251,7 @@ def disk_advice(description: JobDescription) -> str:
 
 
 def remedies(error: object) -> list[str]:
-    """What to do about an error, and about those that it was raised from, each once."""
+    """The different remedies for an error and for the errors that caused it."""
     advice: dict[str, None] = {}  # in order
     while isinstance(error, LauncherError):
         text = remedy(error.code, {**error.facts, "option": option(error.field)})
@@ -262,7 +262,7 @@ def remedies(error: object) -> list[str]:
 
 
 def sentence(error: LauncherError) -> str:
-    """An error for a person: the option, what is wrong, and what to do."""
+    """An error as a sentence for people: the option, the problem, and the remedy."""
     message = error.problem
     if error.names_field:
         subject = option(error.field)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How `try run` ends with a verdict: what it prints first, and its exit code."""
+    """The result of `try run` for a verdict: the first word that it prints, and its exit code."""
 
     label: str
     exit_code: int
@@ -48,7 +48,7 @@ def open_search(name: str) -> Search:
 
 
 def goes_on(*arguments: str) -> str:
-    """What the line says that says `interrupted`: the command that continues."""
+    """The text after `interrupted` in its message: the command that continues."""
     again = command("try", "run", *arguments)
     return f"`{again}` goes on: it keeps the runs that have ended, and a job that still runs"
 
@@ -149,7 +149,7 @@ def run_command(folder: Path, group: str, description: str, as_json: bool) -> No
 
 
 def verdict_line(entry: dict[str, Any], search: Search) -> str:
-    """A try in one line."""
+    """A try and its verdict, in one line."""
     ceiling = search.start["ceiling"]
     ledger = search.ledger
     outcome = OUTCOMES.get(entry["verdict"], REVERT)
@@ -165,7 +165,7 @@ def verdict_line(entry: dict[str, Any], search: Search) -> str:
 
 
 def difference_of(entry: dict[str, Any]) -> str:
-    """By how much a try changes the loss, in nats, and the 95 % interval of that."""
+    """The change of the loss by a try, in nats, with its 95 % interval."""
     return f"{entry['mean']:+.4f} ({entry['low']:+.4f} to {entry['high']:+.4f})"
 
 
@@ -223,7 +223,7 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
 
 
 def note_running(search: Search) -> None:
-    """Say what is being tried now, here or as a job."""
+    """Print which folder is being tried now, on this machine or as a job."""
     ledger = search.ledger
     for job_id, entry in ledger.open_reservations.items():
         note(f"running: job {job_id}, of {counted(len(entry['runs']), 'run')}")
@@ -301,7 +301,7 @@ def show_command(number: int, group: str) -> None:
 
 
 def find_try(number: int, search: Search) -> dict[str, Any]:
-    """The entry of a try; of one that still runs, its folder and its base."""
+    """The entry of a try; for a try that still runs, its folder and its base."""
     ledger = search.ledger
     tries = ledger.of("try")
     if number <= len(tries):

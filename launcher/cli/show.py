@@ -1,4 +1,4 @@
-"""Printing for every command: escape, shorten and format text; show logs and progress."""
+"""Print for all commands: escape, shorten, and format text, and show logs and progress."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 
 def escaped(text: str) -> str:
-    """Write control characters as \\x1b. A terminal would obey them."""
+    """Write control characters as escapes such as \\x1b, since a terminal would obey them."""
     return CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def shown(text: str) -> str:
     """Escape control characters, and cut the middle of a text of over 1,000 characters.
 
-    File names, logs and answers of AWS may contain anything.
+    File names, logs, and answers of AWS may contain anything.
     """
     return shortened(escaped(text))
 
 
 def explain(description: JobDescription, settings: Settings) -> str:
-    """How a job ended, why, and what to do next, in one line."""
+    """Describe in one line how a job ended, why, and what to do next."""
     outcome = f"job {description.job_id} {description.status.lower()}"
     reason = reason_of(description)
     if reason:
@@ -91,9 +91,9 @@ def note(text: str) -> None:
 
 
 def print_text(text: str, nl: bool = True) -> None:
-    """Print what a model, a log or a file holds to stdout.
+    """Print the text of a model, a log, or a file to stdout.
 
-    A file or a pipe gets the text as it is, a terminal with its control characters escaped.
+    A file or a pipe gets the text unchanged. In a terminal, control characters are escaped.
     """
     if sys.stdout.isatty():
         text = escaped(text)
@@ -102,7 +102,7 @@ def print_text(text: str, nl: bool = True) -> None:
 
 @contextmanager
 def at_ctrl_c(explanation: str) -> Iterator[None]:
-    """Let the line that says `interrupted` go on with an explanation."""
+    """Add an explanation to the message `interrupted`, if Ctrl-C ends the body."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -110,7 +110,7 @@ def at_ctrl_c(explanation: str) -> Iterator[None]:
 
 
 class Screen(logging.Handler):
-    """Print log records of the library to stderr; each once, though all jobs of a sweep log it."""
+    """Prints log records of the library to stderr. One that all jobs of a sweep log comes once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def with_progress_bar(lines: Iterator[str], job: TrackedJob) -> Iterator[str]:
     """Yield the lines of a running job's log, above a progress bar if stderr is a terminal.
 
     The bar shows the best loss, the speed, the time left, and the cost so far. At the end of the
-    job it gives way to its curve.
+    job, the curve replaces it.
     """
     if not sys.stderr.isatty():
         yield from lines
@@ -189,7 +189,7 @@ def with_progress_bar(lines: Iterator[str], job: TrackedJob) -> Iterator[str]:
 
 
 def progress_of(job: JobDescription) -> str:
-    """How far a running job is, with its best loss, speed, time left and cost, in one line."""
+    """Describe the progress of a job in one line: best loss, speed, time left, and cost."""
     from sm_nanogpt.launcher.sagemaker.cost import cost_of, usd
     from sm_nanogpt.launcher.views.job_fields import texts_of
 
@@ -204,7 +204,7 @@ def progress_of(job: JobDescription) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print JSON, which has no infinity and no NaN: they are null."""
+    """Print a value as JSON. Infinity and NaN, which JSON does not have, become null."""
     from pydantic_core import to_jsonable_python
 
     finite = to_jsonable_python(value, inf_nan_mode="null")
@@ -212,7 +212,7 @@ def print_json(value: Any) -> None:
 
 
 def aligned(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
-    """Lines whose cells stand below each other."""
+    """Format rows as lines, with the cells of a column below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -229,10 +229,10 @@ def print_table(rows: Sequence[Sequence[str]], err: bool = False, align: str = "
 def print_columns(
     columns: Mapping[str, Sequence[str | None]], optional: Sequence[str] = ()
 ) -> None:
-    """Print a table; a column of which no row has anything is left out.
+    """Print a table, without columns whose cells are all empty. columns has the cells by heading.
 
-    On a terminal that is too narrow, the optional columns go, the first of `optional` first, and a
-    note names them. Where that is not enough, lines end in an ellipsis.
+    If the terminal is too narrow, columns of `optional` are left out, in their order there, and a
+    note names them. If that is not enough, lines end in an ellipsis.
     """
     table = {}
     for heading, cells in columns.items():
@@ -254,7 +254,7 @@ def print_columns(
 
 
 def table_rows(table: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """The rows of a table that is given by its columns; the first has their headings."""
+    """The rows of a table of columns by heading. The first row has the headings."""
     columns = [[heading, *cells] for heading, cells in table.items()]
     return [list(row) for row in zip(*columns, strict=True)]
 

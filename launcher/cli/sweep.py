@@ -1,4 +1,4 @@
-"""Sweeps on the screen: `launch --sweep`, and the ranking that `jobs --group` prints."""
+"""Run a sweep for `launch --sweep`, and print the ranking for `jobs --group`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run_sweep(plan: SweepPlan, yes: bool) -> None:
 
 
 def agree_to_worst_cost(plan: SweepPlan, yes: bool) -> None:
-    """Say what the jobs of a sweep may cost together, and ask if that is much."""
+    """Print what the jobs of a sweep may cost together, and ask if that is much."""
     from sm_nanogpt.launcher.sagemaker.cost import usd
 
     worst = plan.worst_cost
@@ -84,7 +84,7 @@ def stop_jobs(plan: SweepPlan) -> None:
 
 
 def line_of(event: Event, sweep: Sweep) -> str:
-    """What has happened to a job, and why, for a line of the screen."""
+    """Describe in one line what has happened to a job, and why."""
     values = sweep.members[event.number - 1].items()
     settings = " ".join(f"{name}={value}" for name, value in values)
     job = f"[{event.number}/{len(sweep.members)}] {event.job_id}"
@@ -99,7 +99,7 @@ def line_of(event: Event, sweep: Sweep) -> str:
 def print_ranking(group: JobGroup, sweep: Sweep | None, err: bool = False) -> None:
     """Print the configurations of a sweep by their best loss, with its spread over seeds.
 
-    sweep: what was asked for; None if the sweep was launched from another machine.
+    sweep: the sweep as it was requested; None if it was launched from another machine.
     """
     from sm_nanogpt.launcher.groups.ranking import differing_values, ranking
 

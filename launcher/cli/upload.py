@@ -23,7 +23,7 @@ SHORT = 200_000  # tokens: `cpu`, the default on a CPU, reads a shorter text ove
 
 
 class UploadCommand(Command):
-    """Puts the table of formats into its help, when that is shown: reading it takes a while."""
+    """Puts the table of formats into its help only when that is shown, as reading it takes long."""
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from sm_nanogpt.launcher.text.formats import FORMATS
@@ -38,7 +38,7 @@ class UploadCommand(Command):
 
 
 def help_lines(formats: Sequence[Format]) -> str:
-    """A line for each format: its patterns, and what is taken of it."""
+    """A line for each format, with its patterns, and what is read of its files."""
     return "\n".join(f"  {format.patterns:<22}  {format.help}" for format in formats)
 
 
@@ -114,7 +114,7 @@ def upload_data_command(
 
 
 def summary_of(upload: Upload) -> str:
-    """How much text an upload has: `3 documents, 9,000 characters, 2,250 tokens ...`."""
+    """Describe the length of an upload: `3 documents, 9,000 characters, 2,250 tokens ...`."""
     characters = f"{upload.characters:,} characters"
     n_tokens = upload.train_tokens + upload.val_tokens
     if not n_tokens:
@@ -126,8 +126,8 @@ def summary_of(upload: Upload) -> str:
 
 
 def next_command(upload: Upload, tokenizer: str | None) -> str:
-    """The command of the cheapest first job on an upload; for few conversations, that which uploads
-    the text of a base model."""
+    """The command of the cheapest first job on an upload; for few conversations, the command that
+    uploads the text of a base model."""
     from sm_nanogpt.launcher.launching.texts import are_few_conversations
 
     base = base_of(tokenizer)

@@ -219,8 +219,8 @@ class SageMakerBackend(Backend):
         """Make the CreateTrainingJob request of a job. It needs no credentials, and sends nothing.
 
         If version 2 of the SDK is installed, its estimator has to make the same request, except in
-        a dry run. Raises InputError if SageMaker's API would refuse the request, and ServiceError if
-        the estimator would send another request than the one that is shown, priced, and agreed to.
+        a dry run. Raises InputError if SageMaker's API would refuse the request, and ServiceError
+        if the estimator would send another request than is shown, priced, and agreed to.
         """
         request = create_request(job_id, job, placement)
         check_request(request, job, placement)
