@@ -23,7 +23,7 @@ MAX_NAMES = 20  # that an error shows
 
 
 @dataclass(frozen=True)
-class Message:
+class TalkMessage:
     """A message of an author. seconds are counted from any moment, the same for a whole talk."""
 
     author: str
@@ -35,7 +35,7 @@ class Message:
 class Talk:
     """The messages of one exported chat, in their order."""
 
-    messages: list[Message] = field(default_factory=list)
+    messages: list[TalkMessage] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)  # by kind, such as "photo"
     answers: str = ""  # the author whom the model is to learn, if the export says it
     people_file: str = ""  # relative path of the file with the names for the ids of authors
@@ -46,7 +46,7 @@ class Talk:
             raise TypeError(f"a message of {author!r} is no text")
         text = text.strip()
         if text:
-            self.messages.append(Message(author, text, seconds))
+            self.messages.append(TalkMessage(author, text, seconds))
         else:
             self.left_out["message without text"] += 1
 
@@ -63,7 +63,7 @@ class Talk:
         for index, message in enumerate(self.messages):
             author = names.get(message.author, message.author)
             text = re.sub(r"@(\w+)", named, message.text)
-            self.messages[index] = Message(author, text, message.seconds)
+            self.messages[index] = TalkMessage(author, text, message.seconds)
 
 
 @dataclass
@@ -127,9 +127,9 @@ class Talks:
                 self.left_out[f"message without an answer of {me}"] += len(messages)
 
 
-def cut_at_pauses(messages: Sequence[Message], me: str) -> Iterator[list[Message]]:
+def cut_at_pauses(messages: Sequence[TalkMessage], me: str) -> Iterator[list[TalkMessage]]:
     """Yield the conversations of a talk. A pause ends one; if it is long, the next answer does."""
-    conversation: list[Message] = []
+    conversation: list[TalkMessage] = []
     n_characters = 0
     for message in messages:
         if conversation:
@@ -146,7 +146,7 @@ def cut_at_pauses(messages: Sequence[Message], me: str) -> Iterator[list[Message
         yield conversation
 
 
-def make_turns(messages: Sequence[Message], me: str, is_group: bool) -> list[str]:
+def make_turns(messages: Sequence[TalkMessage], me: str, is_group: bool) -> list[str]:
     """The turns of a conversation up to its last answer, as chats.py has them; [] if it has no
     answer.
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import IO
 
 from sm_nanogpt.launcher.text.encodings import read_text
-from sm_nanogpt.launcher.text.talks import PAUSE, Message, Talk
+from sm_nanogpt.launcher.text.talks import PAUSE, Talk, TalkMessage
 from sm_nanogpt.launcher.text.unpacking import CHUNK
 
 WHATSAPP_LINE = re.compile(
@@ -74,7 +74,7 @@ def is_chat(text: str, file_name: str, me: str) -> bool:
     return is_repeated and count_answers(messages) >= MIN_ANSWERS * len(messages)
 
 
-def named_messages(text: str) -> list[Message]:
+def named_messages(text: str) -> list[TalkMessage]:
     """The messages of a text that have an author, each with its first line."""
     messages = []
     dates: dict[str, int] = {}  # the number of each date, in the order of the text
@@ -86,11 +86,11 @@ def named_messages(text: str) -> list[Message]:
         if colon:
             day = dates.setdefault(match["date"], len(dates))
             seconds = day * 86_400 + time_of_day(match)
-            messages.append(Message(name_of(author), content, seconds))
+            messages.append(TalkMessage(name_of(author), content, seconds))
     return messages
 
 
-def count_answers(messages: Sequence[Message]) -> int:
+def count_answers(messages: Sequence[TalkMessage]) -> int:
     """Count the messages that follow, within PAUSE, one of another author."""
     n_answers = 0
     for last, message in pairwise(messages):

@@ -45,7 +45,7 @@ sockets of this container, and the time of processes that they start may not cou
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """A run of the plan: its index there, the name of its training folder, and its seed."""
 
     index: int
@@ -82,11 +82,11 @@ class Driver:
         for name in FILTER:
             shutil.copyfile(FOLDER / name, self.filter / name)
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[PlannedRun]:
         """The runs of this process."""
         runs = []
         for index, (folder, seed) in enumerate(self.plan["runs"]):
-            runs.append(Run(index, folder, seed))
+            runs.append(PlannedRun(index, folder, seed))
         return runs[self.rank :: self.world_size]
 
     def make_all(self, models: Path) -> None:
@@ -99,7 +99,7 @@ class Driver:
             sys.stdout.write(f"{number}: {run.folder} seed {run.seed}: {outcome}\n")
             sys.stdout.flush()
 
-    def make(self, run: Run, target: Path) -> dict[str, Any]:
+    def make(self, run: PlannedRun, target: Path) -> dict[str, Any]:
         """Make a run in the time that is left, and write its model and its facts into `target`."""
         folder = self.directory / run.folder
         if not folder.exists():
@@ -120,7 +120,7 @@ class Driver:
         (target / "facts.json").write_text(json.dumps(facts))
         return facts
 
-    def train(self, run: Run, folder: Path, output: Path) -> tuple[float, str]:
+    def train(self, run: PlannedRun, folder: Path, output: Path) -> tuple[float, str]:
         """Train by a folder; return the seconds that it took, and why it failed, or ''."""
         seconds_left = max(0.0, self.plan["seconds"] - (time.monotonic() - self.started))
         limit = min(self.plan["limit"], seconds_left)
@@ -142,7 +142,7 @@ class Driver:
         return seconds, problem
 
     def start(
-        self, run: Run, folder: Path, output: Path, log: IO[bytes]
+        self, run: PlannedRun, folder: Path, output: Path, log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
         """Start the run as its user, behind the filter."""
         filtered = [sys.executable, "-P", "-c", START, str(self.filter), str(self.has_gpu)]
