@@ -150,11 +150,13 @@ def evaluate(
     return evaluation
 
 
-def all_passages(encoded: Sequence[Encoded], nats: Sequence[Tensor], size: int) -> list[Passage]:
-    """The passages of all documents, each of some `size` bytes."""
+def all_passages(
+    encoded: Sequence[Encoded], nats: Sequence[Tensor], part_bytes: int
+) -> list[Passage]:
+    """The passages of all documents, each of about part_bytes bytes."""
     parts = list[Passage]()
     for document, nats_of_document in zip(encoded, nats, strict=True):
-        parts += passages(document, nats_of_document, size)
+        parts += passages(document, nats_of_document, part_bytes)
     return parts
 
 

@@ -180,11 +180,11 @@ def formatted(value: float | None, spec: str, suffix: str = "") -> str:
     return f"{value:{spec}}{suffix}"
 
 
-def with_interval(bits: float, half: float | None) -> str:
+def with_interval(bits: float, half_width: float | None) -> str:
     """Bits per byte with their interval, if that is known: 2.214 (2.171 to 2.259)."""
-    if not half:
+    if not half_width:
         return f"{bits:.3f}"
-    return f"{bits:.3f} ({bits - half:.3f} to {bits + half:.3f})"
+    return f"{bits:.3f} ({bits - half_width:.3f} to {bits + half_width:.3f})"
 
 
 def save_evaluation(evaluation: Evaluation, name: str, settings: Settings) -> None:

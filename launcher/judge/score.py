@@ -42,28 +42,28 @@ class Window(NamedTuple):
     targets: Tensor
 
 
-def window_spans(n: int, size: int) -> list[ScoredSpan]:
-    """Divide n inputs into windows of at most `size`, in which each input counts once.
+def window_spans(n_inputs: int, window_size: int) -> list[ScoredSpan]:
+    """Divide n_inputs into windows of at most window_size, in which each input counts once.
 
-    At least min(CONTEXT, size // 2) inputs of its window come before each input that counts, except
-    at the beginning.
+    At least min(CONTEXT, window_size // 2) inputs of its window come before each input that counts,
+    except at the beginning.
     """
     spans = []
     counted_from = 0
-    while counted_from < n:
-        n_before = min(CONTEXT, size // 2) if counted_from else 0
-        end = min(n, counted_from + size - n_before)
-        spans.append(ScoredSpan(max(0, end - size), end, counted_from))
+    while counted_from < n_inputs:
+        n_before = min(CONTEXT, window_size // 2) if counted_from else 0
+        end = min(n_inputs, counted_from + window_size - n_before)
+        spans.append(ScoredSpan(max(0, end - window_size), end, counted_from))
         counted_from = end
     return spans
 
 
-def cut_windows(encoded: Sequence[Encoded], start: int, size: int) -> list[Window]:
+def cut_windows(encoded: Sequence[Encoded], start: int, window_size: int) -> list[Window]:
     """The windows of all documents. The token `start` comes before each document."""
     windows = []
     for document in encoded:
         inputs = F.pad(document.ids, (1, 0), value=start)
-        for begin, end, counted_from in window_spans(len(document.ids), size):
+        for begin, end, counted_from in window_spans(len(document.ids), window_size):
             targets = document.ids[begin:end].clone()
             targets[: counted_from - begin] = IGNORED
             windows.append(Window(inputs[begin:end], targets))
@@ -128,8 +128,8 @@ def whole_document(document: Encoded, nats: Tensor, excerpt: str = "") -> Passag
     )
 
 
-def passages(document: Encoded, nats: Tensor, size: int) -> list[Passage]:
-    """A document in parts of some `size` bytes, which end at line breaks if there are any.
+def passages(document: Encoded, nats: Tensor, part_bytes: int) -> list[Passage]:
+    """A document in parts of about part_bytes bytes, which end at line breaks if there are any.
 
     A conversation is one part. nats: the losses of the document's tokens, float64 [n].
     """
@@ -139,7 +139,7 @@ def passages(document: Encoded, nats: Tensor, size: int) -> list[Passage]:
 
     nats = nats + document.unknown_nats
     content = document.text.content
-    cuts = cut_at_lines(content, size)
+    cuts = cut_at_lines(content, part_bytes)
     token_ends = document.widths.cumsum(0)  # in bytes
     first_tokens = torch.searchsorted(token_ends, torch.tensor(cuts), right=True).tolist()
 
@@ -165,16 +165,16 @@ def passages(document: Encoded, nats: Tensor, size: int) -> list[Passage]:
     return parts
 
 
-def cut_at_lines(content: bytes, size: int) -> list[int]:
+def cut_at_lines(content: bytes, part_bytes: int) -> list[int]:
     """The positions at which parts of a text begin and end, with 0 and the length of the text.
 
-    Each part has `size` bytes, and then the rest of its line, if that has fewer than `size` bytes.
+    Each part has part_bytes bytes, and then the rest of its line, if that is shorter than a part.
     """
     cuts = [0]
-    while cuts[-1] + 2 * size <= len(content):
+    while cuts[-1] + 2 * part_bytes <= len(content):
         begin = cuts[-1]
-        line_break = content.find(b"\n", begin + size - 1, begin + 2 * size)
-        cuts.append(begin + size if line_break < 0 else line_break + 1)
+        line_break = content.find(b"\n", begin + part_bytes - 1, begin + 2 * part_bytes)
+        cuts.append(begin + part_bytes if line_break < 0 else line_break + 1)
     if cuts[-1] < len(content):
         cuts.append(len(content))
     return cuts

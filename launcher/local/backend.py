@@ -400,14 +400,14 @@ def by_launch(path: Path) -> tuple[str, float]:
     return "", 0.0
 
 
-def tail(path: Path, size: int) -> list[bytes]:
-    """Read the lines in the last `size` bytes of a file; [] if there is no file."""
+def tail(path: Path, n_bytes: int) -> list[bytes]:
+    """Read the lines in the last n_bytes of a file; [] if there is no file."""
     if not path.exists():
         return []
     with open_file(path) as file:
-        if file.seek(max(0, path.stat().st_size - size)):
+        if file.seek(max(0, path.stat().st_size - n_bytes)):
             file.readline()  # the first line may be cut
-        return file.read(size).splitlines()
+        return file.read(n_bytes).splitlines()
 
 
 def last_log_line(path: Path) -> str:

@@ -72,19 +72,19 @@ def stream_samples(
     return decode_steps(steps, tokenizer, num_samples)
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str, size: int) -> list[int]:
-    """Encode a prompt, and return its last `size` ids. Raises InputError if the model cannot read
-    it."""
+def encode_prompt(tokenizer: Tokenizer, prompt: str, max_ids: int) -> list[int]:
+    """Encode a prompt, and return its last max_ids ids. Raises InputError if the model cannot
+    read it."""
     if not prompt:
         raise InputError("the prompt is empty; leave it out to start with a new text")
     if not is_utf8(prompt):
         raise InputError("the prompt is not UTF-8 text")
     check_known(tokenizer, prompt, "the prompt")
     longest_token = max(len(word) for word in tokenizer.words)
-    end = prompt[-size * longest_token :]  # has at least `size` tokens
+    end = prompt[-max_ids * longest_token :]  # has at least max_ids tokens
     library = published_tokenizer(tokenizer.document)
     ids: list[int] = library.encode(end, add_special_tokens=False).ids
-    return ids[-size:]
+    return ids[-max_ids:]
 
 
 def check_known(tokenizer: Tokenizer, text: str, title: str) -> None:

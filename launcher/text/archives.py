@@ -97,13 +97,13 @@ class Archive:
                 talk.name_people(self.people_beside(entry, talk.people_file))
         return list(with_positions(talks, file_label))
 
-    def read(self, entry: zipfile.ZipInfo, size: int = -1) -> bytes:
-        """Read the first `size` bytes of a file; by default all."""
-        if size < 0:
+    def read(self, entry: zipfile.ZipInfo, n_bytes: int = -1) -> bytes:
+        """Read the first n_bytes of a file; by default all."""
+        if n_bytes < 0:
             Unpacking(self.name, entry.compress_size).add(entry.file_size)
         try:
             with self.archive.open(entry) as content:
-                return content.read(size)
+                return content.read(n_bytes)
         except (zipfile.BadZipFile, zlib.error, EOFError) as error:
             raise self.error(f"damaged: {error}") from None
         except (NotImplementedError, RuntimeError):  # encrypted, or compressed in another way

@@ -85,14 +85,14 @@ class TextDecoder:
         return text
 
 
-def read_text(file: IO[bytes], name: object, size: int) -> Iterator[tuple[bytes, str]]:
-    """Yield a UTF-8 text in chunks of `size` bytes, each with the characters that end in it.
+def read_text(file: IO[bytes], name: object, chunk_bytes: int) -> Iterator[tuple[bytes, str]]:
+    """Yield a UTF-8 text in chunks of chunk_bytes, each with the characters that end in it.
 
     name: what errors call the file. Raises InputError if the text is not UTF-8, or has a zero.
     """
     decoder = TextDecoder(file, name, "utf-8")
     position = 0  # bytes
-    while chunk := file.read(size):
+    while chunk := file.read(chunk_bytes):
         zero = chunk.find(0)
         if zero >= 0:
             decoder.cursor.advance(chunk[:zero].decode(errors="ignore"))

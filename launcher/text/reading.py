@@ -117,9 +117,9 @@ def detect_file(
     return replace(file, format=format, encoding=codec)
 
 
-def read_beginning(file: File, size: int = DETECT_BYTES) -> bytes:
+def read_beginning(file: File, n_bytes: int = DETECT_BYTES) -> bytes:
     with open_text(file) as content:
-        return content.read(size)
+        return content.read(n_bytes)
 
 
 def holds_chat(file: File, codec: str) -> bool:

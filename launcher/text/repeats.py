@@ -37,15 +37,16 @@ def with_one_space(content: bytes) -> bytes:
     return content
 
 
-def repeated_share(training: Iterable[bytes], validation: bytes, size: int) -> float:
-    """The share of a validation text, 0 to 1, that a training text of about `size` bytes contains.
+def repeated_share(training: Iterable[bytes], validation: bytes, n_training_bytes: int) -> float:
+    """The share of a validation text, 0 to 1, that a training text contains.
 
-    The training text comes in pieces. If it has over LOOKUPS bytes, only every n-th run is looked
-    up, with n up to RUN. Then shared parts that are shorter than RUN + n may be missed.
+    The training text comes in pieces, and has about n_training_bytes. If these are over LOOKUPS,
+    only every n-th run is looked up, with n up to RUN. Then shared parts that are shorter than
+    RUN + n may be missed.
     """
     sample = with_one_space(validation)
     hashes = [hash(sample[start : start + RUN]) for start in range(len(sample) - RUN + 1)]
-    shared = shared_hashes(set(hashes), training, step=min(RUN, 1 + size // LOOKUPS))
+    shared = shared_hashes(set(hashes), training, step=min(RUN, 1 + n_training_bytes // LOOKUPS))
     n_repeated = 0  # bytes
     end = 0  # of the last run that is repeated
     for start, run_hash in enumerate(hashes):

@@ -106,10 +106,12 @@ def fitting_size(characters: int) -> int:
     return 1 << min(max(exponent, 9), 14)
 
 
-def learn_bpe(files: Sequence[File], vocab_size: int, size: int, progress: Progress) -> Tokenizer:
-    """Learn a tokenizer from files of `size` bytes, as learn_tokenizer does, and log that."""
+def learn_bpe(
+    files: Sequence[File], vocab_size: int, n_bytes: int, progress: Progress
+) -> Tokenizer:
+    """Learn a tokenizer from files of n_bytes, as learn_tokenizer does, and log that."""
     logger.info(f"tokenizer: learning {vocab_size:,} tokens")
-    expect(progress, min(size, SAMPLE))
+    expect(progress, min(n_bytes, SAMPLE))
     tokenizer = learn_tokenizer(files, vocab_size, progress)
     if len(tokenizer) < vocab_size:
         count = f"{len(tokenizer):,} tokens, not {vocab_size:,}"

@@ -335,17 +335,17 @@ class SageMakerRuns(GroupRun):
             self.ledger.note_sent(job_id)
         return description
 
-    def seconds_for(self, n: int) -> int:
-        """The time limit of a job of n runs, in seconds: twice that of the first folder's runs."""
+    def seconds_for(self, n_runs: int) -> int:
+        """The time limit of a job of n_runs, in seconds: twice that of the first folder's runs."""
         run_seconds = self.search.budget.first_seconds()
-        n_rounds = math.ceil(n / (count_gpus(self.instance) or 1))
-        return math.ceil(SLACK_SECONDS + 2 * run_seconds * n_rounds + self.upload_seconds(n))
+        n_rounds = math.ceil(n_runs / (count_gpus(self.instance) or 1))
+        return math.ceil(SLACK_SECONDS + 2 * run_seconds * n_rounds + self.upload_seconds(n_runs))
 
-    def upload_seconds(self, n: int) -> float:
-        """The seconds in which the models of n runs are packed and uploaded; 0 if unknown."""
+    def upload_seconds(self, n_runs: int) -> float:
+        """The seconds in which the models of n_runs are packed and uploaded; 0 if unknown."""
         if self.measured is None:
             return 0.0
-        return float(n * self.measured["bytes"] / UPLOADED)
+        return float(n_runs * self.measured["bytes"] / UPLOADED)
 
     def folder(self, runs: Sequence[SeededRun], seconds: int) -> Source:
         """The training folder of a job: the first folder of the search, with the driver as its

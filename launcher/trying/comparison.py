@@ -47,13 +47,13 @@ class Comparison:
         """True if the seeds are for this comparison alone."""
         return self.use != SHARED
 
-    def differences(self, n: int) -> list[float]:
-        """Make the runs for n seeds; return, for each, the folder's loss minus the base's.
+    def differences(self, n_pairs: int) -> list[float]:
+        """Make the runs for n_pairs seeds; return, for each, the folder's loss minus the base's.
 
         Raises Refused if the folder's runs break a rule.
         """
-        seeds = self.ledger.seeds(self.use, n)
-        pairs = f"{n} pairs of {'fresh' if self.are_fresh else 'shared'} seeds"
+        seeds = self.ledger.seeds(self.use, n_pairs)
+        pairs = f"{n_pairs} pairs of {'fresh' if self.are_fresh else 'shared'} seeds"
         runs = []
         for seed in seeds:
             runs += [SeededRun(self.base, seed), SeededRun(self.source, seed)]
@@ -83,13 +83,13 @@ class Comparison:
         fresh_pairs = f"if it looks better up to {max_pairs} of fresh ones"
         return f"{n_pairs} pairs of shared seeds, and {fresh_pairs}: about {shortest} to {longest}"
 
-    def missing_runs(self, n: int) -> int:
-        """The number of runs that are still to be made for n pairs of shared seeds."""
+    def missing_runs(self, n_pairs: int) -> int:
+        """The number of runs that are still to be made for n_pairs of shared seeds."""
         seeds = set(self.ledger.drawn_seeds(SHARED))
         n_missing = 0
         for folder in (self.source.sha256, self.base.sha256):
             n_made = len(seeds.intersection(self.ledger.seeds_of(folder)))
-            n_missing += max(0, n - n_made)
+            n_missing += max(0, n_pairs - n_made)
         return n_missing
 
     def is_candidate(self, run: SeededRun) -> bool:

@@ -145,22 +145,22 @@ class SearchLedger(GroupLedger):
 
     # -- seeds ------------------------------------------------------------------------------------
 
-    def seeds(self, use: str, n: int) -> list[int]:
-        """The first n seeds of a use. Seeds that the ledger lacks are drawn now, and added to it.
+    def seeds(self, use: str, n_seeds: int) -> list[int]:
+        """The first n_seeds of a use. Seeds that the ledger lacks are drawn now, and added to it.
 
         So no folder can be made for its seeds. And a command that was killed because its runs lost
         too much gets the same seeds the next time.
         """
         with self.locked():
             seeds = self.drawn_seeds(use)
-            if len(seeds) < n:
+            if len(seeds) < n_seeds:
                 all_seeds = set[int]()
                 for entry in self.of("seeds"):
                     all_seeds.update(entry["seeds"])
-                new_seeds = draw_seeds(n - len(seeds), all_seeds)
+                new_seeds = draw_seeds(n_seeds - len(seeds), all_seeds)
                 self.write("seeds", use=use, seeds=new_seeds)
                 seeds += new_seeds
-        return seeds[:n]
+        return seeds[:n_seeds]
 
     def drawn_seeds(self, use: str) -> list[int]:
         """The seeds that were drawn for a use so far."""
@@ -196,10 +196,10 @@ def begins_anew(entry: Entry) -> bool:
     return entry["kind"] == "anew"
 
 
-def draw_seeds(n: int, used: set[int]) -> list[int]:
-    """Draw n different seeds that nobody can foresee, none of which is in `used`."""
+def draw_seeds(n_seeds: int, used: set[int]) -> list[int]:
+    """Draw n_seeds different seeds that nobody can foresee, none of which is in `used`."""
     seeds = list[int]()
-    while len(seeds) < n:
+    while len(seeds) < n_seeds:
         seed = 1 + secrets.randbelow(LARGEST_SEED - 1)
         if seed not in used and seed not in seeds:
             seeds.append(seed)

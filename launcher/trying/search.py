@@ -312,22 +312,24 @@ class Search:
             verdict["why"] = LUCKY_ORDER
         return verdict
 
-    def gain(self, n: int) -> Entry:
-        """Measure with n fresh seeds what all kept folders gain together; add that to the ledger.
+    def gain(self, n_pairs: int) -> Entry:
+        """Measure what all kept folders gain together, and add that to the ledger.
+
+        n_pairs: pairs of runs with fresh seeds.
 
         Raises InputError if nothing was kept yet.
         """
         with self.held(shared=self.makes_jobs):
-            return self.measure_gain(n)
+            return self.measure_gain(n_pairs)
 
-    def measure_gain(self, n: int) -> Entry:
+    def measure_gain(self, n_pairs: int) -> Entry:
         first = self.first
         last = self.source(self.ledger.base)
         if first.sha256 == last.sha256:
             raise InputError("nothing was kept yet")
         # These are other seeds than those by which the folders were kept.
         comparison = Comparison(self, last, first, use=f"gain of {last.sha256}")
-        numbers = comparison.numbers(comparison.differences(n))
+        numbers = comparison.numbers(comparison.differences(n_pairs))
         return self.ledger.add("gain", folder=last.sha256, **numbers)
 
 
