@@ -126,7 +126,7 @@ MODULES = {
     "entry_point/distributed.py": "test_distributed test_ranks test_watchdog",
     "entry_point/errors.py": "test_errors test_config",
     "entry_point/faults.py": "test_output test_distributed",
-    "entry_point/files.py": "test_files test_text test_huggingface",
+    "entry_point/files.py": "test_files test_checkpoint test_file_systems",
     "entry_point/huggingface.py": "test_huggingface test_edited test_starting",
     "entry_point/kernels.py": "test_model test_generations test_conversations",
     "entry_point/metrics.py": "test_output test_validation test_trainer",

@@ -74,15 +74,6 @@ def test_a_large_model_keeps_no_moments(tmp_path, monkeypatch, capsys):
     assert not files(tmp_path)
 
 
-def test_the_moments_are_of_the_best_generation(tmp_path):
-    trainer = trainer_of(tmp_path, generations=2, moments=4)
-    assert trainer.run()
-    assert trainer.best_step is not None
-    first = 0 if trainer.best_step <= 10 else 10
-    assert files(tmp_path)
-    assert all(first <= step < trainer.best_step for step in files(tmp_path))
-
-
 def test_moments_of_other_generations_are_not_on_the_way():
     of_steps: dict[int, dict[str, torch.Tensor]] = {0: {}, 5: {}, 10: {}, 15: {}, 20: {}}
     assert list(moments_before(of_steps, 20, max_steps=10)) == [10, 15]

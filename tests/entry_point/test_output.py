@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from models import ids, lively, tokenizer_of
 from runs import (
     SCRIPT,
     SMALL,
@@ -41,8 +42,10 @@ from sm_nanogpt.entry_point import train
 from sm_nanogpt.entry_point.errors import ConfigError, DataError
 from sm_nanogpt.entry_point.faults import read_fault
 from sm_nanogpt.entry_point.metrics import best_lines, metric_definitions, metric_line
-from sm_nanogpt.entry_point.report import memory_text
+from sm_nanogpt.entry_point.model import sample
+from sm_nanogpt.entry_point.report import memory_text, sample_lines
 from sm_nanogpt.entry_point.safetensors_file import read_safetensors
+from sm_nanogpt.entry_point.text import Corpus
 from sm_nanogpt.launcher.models.load import own_model
 
 
@@ -54,8 +57,8 @@ def test_metric_lines_show_the_memory_of_a_gpu(monkeypatch):
     assert memory_text(torch.device("cuda")) == " memory=1.5/5.0GiB"
 
 
-@pytest.mark.parametrize("prefix", ["", "[1,mpirank:0,algo-1]<stdout>:"])
-def test_each_metric_regex_finds_only_its_own_number(prefix):
+def test_each_metric_regex_finds_only_its_own_number():
+    """Also behind the tag of mpirun."""
     row = {
         "step": 250,
         "train_loss": 2.130314,
@@ -65,7 +68,7 @@ def test_each_metric_regex_finds_only_its_own_number(prefix):
         "bits_per_byte": 2.25,
         "tokens_per_second": 25765.4,
     }
-    line = prefix + metric_line(row, 2000, 72.4)
+    line = f"[1,mpirank:0,algo-1]<stdout>:{metric_line(row, 2000, 72.4)}"
     numbers = {metric["Name"]: re.findall(metric["Regex"], line) for metric in metric_definitions()}
     assert numbers == {
         "step": ["250"],
@@ -133,6 +136,16 @@ def test_samples_are_printed_before_and_after_training(mpirun):
     assert not LINE.search(start)
     assert LINE.search(training)
     assert not LINE.search(end)
+
+
+def test_a_sample_follows_the_token_that_starts_a_text():
+    tokenizer = tokenizer_of("\nabcdefghij")
+    corpus = Corpus(tokenizer, ids(99), ids(99), "")
+    model = lively()
+    expected = tokenizer.decode(sample(model, [tokenizer.start], 9))
+    heading, *lines = sample_lines(model, corpus, "now", 9)
+    assert heading == "--- sample now ---"
+    assert lines == [f"| {line}" for line in expected.split("\n")]
 
 
 @pytest.fixture(scope="module")
