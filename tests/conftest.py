@@ -396,6 +396,8 @@ def cloud(emulator, s3, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     monkeypatch.setattr("sm_nanogpt.launcher.sagemaker.backend.SageMakerBackend.poll_seconds", 0.1)
     monkeypatch.setattr("sm_nanogpt.launcher.sagemaker.backend.QUIET_SECONDS", 1.0)
+    # Half a second for each launch; test_estimator.py compares the SDK's requests with ours.
+    monkeypatch.setitem(sys.modules, "sagemaker", None)
     return emulator
 
 
