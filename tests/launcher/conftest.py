@@ -30,10 +30,11 @@ def document(tokenizer):
 
 
 @pytest.fixture
-def rehearse(home, cli, text_file):
+def rehearse(home, cli, short_text_file):
     """A dry run, in an environment without credentials or network."""
     location = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
-    return lambda *arguments: cli(location, LAUNCH, "--data", text_file, "--dry-run", arguments)
+    launch = (*location, *LAUNCH, "--data", str(short_text_file), "--dry-run")
+    return lambda *arguments: cli(launch, arguments)
 
 
 @pytest.fixture

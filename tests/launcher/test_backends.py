@@ -155,8 +155,8 @@ def elsewhere(home, monkeypatch):
 
 
 @pytest.fixture
-def job_id(elsewhere, cli, text_file):
-    arguments = ("--name", "afar", "--set", "max_steps=10", "--data", str(text_file))
+def job_id(elsewhere, cli, short_text_file):
+    arguments = ("--name", "afar", "--set", "max_steps=10", "--data", str(short_text_file))
     return cli("launch", "--instance", "elsewhere", *arguments).good.out.strip()
 
 
@@ -183,7 +183,7 @@ def test_a_model_of_a_third_backend_is_fetched(job_id, elsewhere, cli, job):
     assert cli("fetch-and-sample", job_id, *arguments).good.out
 
 
-def test_a_sweep_runs_on_a_third_backend(elsewhere, cli, text_file, monkeypatch):
+def test_a_sweep_runs_on_a_third_backend(elsewhere, cli, short_text_file, monkeypatch):
     """The loop of groups asks the table alone."""
     describe = ElsewhereBackend.describe
 
@@ -192,19 +192,19 @@ def test_a_sweep_runs_on_a_third_backend(elsewhere, cli, text_file, monkeypatch)
         return job and replace(job, status="Completed", metrics={"best_loss": 2.0})
 
     monkeypatch.setattr(ElsewhereBackend, "describe", ended)
-    arguments = ("--data", str(text_file), "--set", "max_steps=10", "--seeds", "2")
+    arguments = ("--data", str(short_text_file), "--set", "max_steps=10", "--seeds", "2")
     ran = cli("launch", "--instance", "elsewhere", *arguments)
     assert "1     2.0000" in ran.good.err
     assert len(json.loads(cli("jobs", "--group", ran.out.strip(), "--json").good.out)) == 2
 
 
-def test_a_field_that_a_third_backend_lacks_is_refused(elsewhere, cli, text_file):
-    arguments = ("--instance", "elsewhere", "--data", str(text_file), "--spot")
+def test_a_field_that_a_third_backend_lacks_is_refused(elsewhere, cli, short_text_file):
+    arguments = ("--instance", "elsewhere", "--data", str(short_text_file), "--spot")
     assert cli("launch", *arguments).failed(2, "means nothing elsewhere")
 
 
-def test_a_search_is_refused_where_it_has_no_runs(elsewhere, cli, home, text_file):
-    arguments = ("--instance", "elsewhere", "--text", str(text_file), "--preset", "quick")
+def test_a_search_is_refused_where_it_has_no_runs(elsewhere, cli, home, short_text_file):
+    arguments = ("--instance", "elsewhere", "--text", str(short_text_file), "--preset", "quick")
     assert cli("try", "start", "plays", *arguments).failed(2, "no runs on the host elsewhere")
     assert not (home / "tries" / "plays").exists()
 

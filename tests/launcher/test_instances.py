@@ -56,7 +56,6 @@ def test_a_family_newer_than_boto3_needs_its_row_alone(monkeypatch):
         ("ml.g5.xlarge", 8, True),  # 1.6 billion parameters in matrices
         ("ml.g5.xlarge", 12, False),
         ("ml.g5.48xlarge", 12, True),  # eight GPUs share the momentum
-        ("ml.p5.4xlarge", 12, True),
         ("ml.m5.xlarge", 12, True),
     ],
 )

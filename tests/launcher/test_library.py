@@ -47,14 +47,10 @@ def test_a_job_is_held_from_launch_to_its_end(home, short_text_file):
     assert list(later.metrics()["step"])[-1] == 15
 
 
-def test_a_job_on_this_machine_costs_nothing(home, short_text_file):
-    plan = sm.prepare(sm.Request(**TINY_JOB, data=str(short_text_file)))
-    assert plan.worst_cost == 0
-    assert plan.ceiling is None
-
-
 def test_a_plan_is_submitted_once(home, short_text_file):
     plan = sm.prepare(sm.Request(**TINY_JOB, data=str(short_text_file)))
+    assert plan.worst_cost == 0  # on this machine
+    assert plan.ceiling is None
     job = plan.submit().wait()
     with pytest.raises(sm.InputError, match=f"{job.id} was submitted before"):
         plan.submit()

@@ -47,7 +47,7 @@ def test_each_image_runs_both_launchers_on_gpus_and_cpus():
             assert image_problem(image.name(gpu=False), image, "ml.m5.xlarge", launcher) == ""
 
 
-@pytest.mark.parametrize("instance", ["ml.p3.8xlarge", "ml.p3dn.24xlarge"])
+@pytest.mark.parametrize("instance", ["ml.p3.8xlarge", "ml.g5.xlarge,ml.p3dn.24xlarge"])
 def test_v100s_need_an_image_before_cuda_13(instance):
     fitting = [
         image.version
@@ -57,14 +57,26 @@ def test_v100s_need_an_image_before_cuda_13(instance):
     assert fitting == ["2.8.0"]
 
 
-def test_torchrun_is_the_default_where_pytorchddp_is_refused():
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "registry/pytorch-inference:2.6.0-gpu-py312",
+        "pytorch-training:2.9.0-gpu-py312-ubuntu22.04-ec2",
+        "pytorch-training:2.9.0-cpu-py312",
+    ],
+)
+def test_an_image_that_trains_on_no_gpu_is_refused(uri):
+    assert "is no SageMaker training image" in image_problem(uri, None, G5, "torchrun")
+
+
+@pytest.mark.parametrize(
+    ("instance", "launcher"), [("ml.p5.48xlarge", "torchrun"), ("ml.p5.4xlarge", "pytorchddp")]
+)
+def test_torchrun_is_the_default_where_pytorchddp_is_refused(instance, launcher):
     image = find_image(DEFAULT_VERSION)
-    uri = image.name(gpu=True)
-    for size, launcher in (("p5.48xlarge", "torchrun"), ("p5.4xlarge", "pytorchddp")):
-        assert default_launcher(f"ml.{size}") == launcher
-        assert (image_problem(uri, image, f"ml.{size}", "pytorchddp") == "") == (
-            launcher == "pytorchddp"
-        )
+    problem = image_problem(image.name(gpu=True), image, instance, "pytorchddp")
+    assert default_launcher(instance) == launcher
+    assert bool(problem) == (launcher == "torchrun")
 
 
 @pytest.mark.parametrize(
@@ -85,8 +97,8 @@ def test_images_come_from_the_registry_of_the_region(region, registry):
         machines.training_image("eu-nowhere-1", DEFAULT_VERSION, True)
 
 
-@pytest.mark.parametrize("region", ["cn-northwest-1", "us-gov-west-1"])
-def test_an_image_that_a_partition_lacks_is_refused(region):
+def test_an_image_that_a_partition_lacks_is_refused():
+    region = "us-gov-west-1"
     with pytest.raises(InputError, match=rf"pytorch_version=2\.14: .* no image .* in {region}"):
         machines.training_image(region, "2.14", True)
     assert machines.training_image(region, DEFAULT_VERSION, True)

@@ -20,23 +20,18 @@ def write_config(home: Path, text: str | bytes) -> None:
 
 @pytest.mark.parametrize(
     ("variable", "expected"),
-    [(None, ".sm-nanogpt"), ("", ".sm-nanogpt"), ("some/where", "some/where"), ("~/far", "far")],
+    [("", ".sm-nanogpt"), ("some/where", "some/where"), ("~/far", "far")],
 )
 def test_home_is_below_the_users_home_or_as_named(home, monkeypatch, variable, expected):
     """A relative one is below the working directory, which is the user's home here."""
-    if variable is None:
-        monkeypatch.delenv("SM_NANOGPT_HOME")
-    else:
-        monkeypatch.setenv("SM_NANOGPT_HOME", variable)
+    monkeypatch.setenv("SM_NANOGPT_HOME", variable)
     assert load_settings().home == home.parent / expected
 
 
-@pytest.fixture(params=["no HOME", "an empty HOME"])
-def nobody(request, home, monkeypatch):
+@pytest.fixture
+def nobody(home, monkeypatch):
     """A user without a home directory, as a container's user of any number is."""
     monkeypatch.delenv("HOME")
-    if request.param == "an empty HOME":
-        monkeypatch.setenv("HOME", "")
     monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError("uid not found")))
 
 
@@ -64,7 +59,7 @@ def test_an_empty_home_is_that_of_the_system(home, monkeypatch):
     assert load_settings().home == home / ".sm-nanogpt"
 
 
-@pytest.mark.parametrize("file", ["", "/dev/null", "missing"])
+@pytest.mark.parametrize("file", ["/dev/null", "missing"])
 def test_a_missing_aws_configuration_means_no_use_of_aws(home, monkeypatch, file):
     monkeypatch.setenv("AWS_CONFIG_FILE", file)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", file)
@@ -89,10 +84,8 @@ def test_words_override_variables_and_these_the_file(home, monkeypatch):
     ("text", "variable", "start", "end"),
     [
         ("store = 3", "", "store=3 (SM_NANOGPT_STORE, or in {file}): ", ""),
-        ("max_cost = -1", "", "max_cost=-1 (", "more than 0"),
         ('stroe = "s3://bucket"', "", "stroe='s3://bucket' (", "did you mean store?"),
         ('[aws]\nregion = "us-east-1"', "", "aws=", "?"),
-        ("store = ", "", "{file}: not TOML", ""),
         (b'store = "\xff"', "", "{file}: not TOML", ""),
         (
             "max_cost = -1",
@@ -101,6 +94,7 @@ def test_words_override_variables_and_these_the_file(home, monkeypatch):
             "a valid number",
         ),
         ("", "MAXCOST=5", "SM_NANOGPT_MAXCOST: ", "SM_NANOGPT_MAX_COST?"),
+        ("", "SUBNETS=subnet-1", "SM_NANOGPT_SUBNETS: must be JSON", ""),
     ],
 )
 def test_an_unusable_setting_error_names_its_source(
@@ -115,11 +109,10 @@ def test_an_unusable_setting_error_names_its_source(
     assert ran.error.endswith(end)
 
 
-@pytest.mark.parametrize("fields", [{"store": "rel"}, {"max_cost": -1}, {"stroe": "s3://bucket"}])
-def test_settings_of_a_program_are_checked_like_a_request(home, fields):
-    (name, value), *_ = fields.items()
+@pytest.mark.parametrize(("name", "value"), [("store", "rel"), ("stroe", "s3://bucket")])
+def test_settings_of_a_program_are_checked_like_a_request(home, name, value):
     with pytest.raises(InputError) as caught:
-        Settings(**fields)
+        Settings(**{name: value})
     assert caught.value.field == name
     assert caught.value.value == value
 
@@ -146,19 +139,13 @@ def test_a_location_that_can_hold_no_text_is_refused(home):
         assert len(str(caught.value)) < 150
 
 
-@pytest.mark.parametrize("source", ["option", "variable", "file", "data"])
-def test_an_invalid_location_is_refused_from_any_source(home, cli, text_file, monkeypatch, source):
+@pytest.mark.parametrize(
+    "arguments",
+    ["--store s3:bucket upload-data TEXT", "launch --instance local --data s3:bucket"],
+)
+def test_an_invalid_location_stores_nothing(home, cli, short_text_file, arguments):
     location = "s3:bucket"
-    arguments = ["upload-data", str(text_file)]
-    if source == "option":
-        arguments = ["--store", location, *arguments]
-    elif source == "variable":
-        monkeypatch.setenv("SM_NANOGPT_STORE", location)
-    elif source == "file":
-        write_config(home, f"store = '{location}'")
-    else:
-        arguments = ["launch", "--instance", "local", "--data", location]
-    ran = cli(arguments)
+    ran = cli(arguments.replace("TEXT", str(short_text_file)).split())
     assert ran.code == 2
     assert ran.out == ""
     assert location in ran.error
@@ -189,8 +176,8 @@ def test_a_home_that_cannot_be_names_the_variable(home, monkeypatch):
         load_settings()
 
 
-def test_the_store_option_sends_an_upload_elsewhere(home, cli, text_file, tmp_path):
-    ran = cli("--store", tmp_path / "elsewhere", "upload-data", text_file)
+def test_the_store_option_sends_an_upload_elsewhere(home, cli, short_text_file, tmp_path):
+    ran = cli("--store", tmp_path / "elsewhere", "upload-data", short_text_file)
     assert ran.code == 0
     assert ran.out.startswith((tmp_path / "elsewhere").as_uri())
     assert not (home / "store").exists()
