@@ -20,19 +20,28 @@ from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
 from sm_nanogpt.launcher.sagemaker.estimator import quiet_sdk
 from sm_nanogpt.launcher.sagemaker.request import Placement, create_request
 
+JOB_ID = "sm-nanogpt-20261125-120000-abcd"
+KEY = "arn:aws:kms:us-east-1:111122223333:key/1"
+IMAGES = ("pytorch-training:2.10.0-gpu-py313", "pytorch:2.13-cu133-amzn2023-sagemaker")
+JOB = TrainingJob(instance="ml.g5.xlarge", data="s3://bucket/data/text")
+PLACEMENT = Placement(
+    "us-east-1", "root", "arn:aws:iam::111122223333:role/one", "image:1", "s3://b/p", {}, None, None
+)
 
-def test_a_launch_does_not_change_the_callers_sdk(dry, monkeypatch, caplog):
-    dry()  # imports the SDK without a word of its own
-    from sagemaker import estimator, utils
+
+def test_a_launch_does_not_change_the_callers_sdk(monkeypatch, caplog):
+    estimator.create_request(JOB_ID, JOB, PLACEMENT)  # imports the SDK without a word of its own
+    from sagemaker import estimator as sdk
+    from sagemaker import utils
 
     mine = Mock(side_effect=AssertionError("our own config is not validated"))
     monkeypatch.setattr(utils, "validate_sagemaker_config", mine)
     loggers = [logging.getLogger(name) for name in (None, "sagemaker", "sagemaker.config")]
     for logger in loggers:
         caplog.set_level(logging.DEBUG, logger.name)
-    state_before = estimator.TensorBoardApp, dict(os.environ)
-    dry()
-    assert (estimator.TensorBoardApp, dict(os.environ)) == state_before
+    state_before = sdk.TensorBoardApp, dict(os.environ)
+    estimator.create_request(JOB_ID, JOB, PLACEMENT)
+    assert (sdk.TensorBoardApp, dict(os.environ)) == state_before
     assert [logger.level for logger in loggers] == [logging.DEBUG] * 3
     assert utils.validate_sagemaker_config is mine
 
@@ -52,23 +61,17 @@ def test_launches_in_threads_do_not_change_the_process():
     assert seen == ["enters", "leaves"] * 4
 
 
-@pytest.mark.parametrize("name", ["ADMIN", "USER"])
-def test_the_sdks_configuration_does_not_change_the_request(dry, tmp_path, monkeypatch, name):
+def test_the_sdks_configuration_does_not_change_the_request(tmp_path, monkeypatch):
     config = tmp_path / "config.yaml"
     config.write_text(
         "SchemaVersion: '1.0'\n"
         "SageMaker:\n  TrainingJob:\n    EnableNetworkIsolation: true\n"
         "    VpcConfig: {Subnets: [subnet-1], SecurityGroupIds: [sg-1]}\n"
     )
-    monkeypatch.setenv(f"SAGEMAKER_{name}_CONFIG_OVERRIDE", str(config))
-    request = dry()
+    monkeypatch.setenv("SAGEMAKER_USER_CONFIG_OVERRIDE", str(config))
+    request = estimator.create_request(JOB_ID, JOB, PLACEMENT)
     assert "VpcConfig" not in request
     assert not request.get("EnableNetworkIsolation")
-
-
-JOB_ID = "sm-nanogpt-20261125-120000-abcd"
-KEY = "arn:aws:kms:us-east-1:111122223333:key/1"
-IMAGES = ("pytorch-training:2.10.0-gpu-py313", "pytorch:2.13-cu133-amzn2023-sagemaker")
 
 
 jobs = st.fixed_dictionaries(
@@ -115,11 +118,6 @@ placements = st.builds(
 )
 
 
-PLACEMENT = Placement(
-    "us-east-1", "root", "arn:aws:iam::111122223333:role/one", "image:1", "s3://b/p", {}, None, None
-)
-
-
 @given(values=jobs, placement=placements)
 @settings(max_examples=24, derandomize=True, database=None, phases=[Phase.generate])
 def test_without_the_sdk_the_request_is_the_same(values, placement):
@@ -135,8 +133,7 @@ def test_without_the_sdk_the_request_is_the_same(values, placement):
 def test_without_a_whole_version_2_the_sdk_is_not_used(lacking, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, lacking, None)
     backend = SageMakerBackend(Settings(home=tmp_path, region="us-east-1"))
-    job = TrainingJob(instance="ml.g5.xlarge", data="s3://bucket/data/text")
-    assert backend.request(JOB_ID, job, PLACEMENT) == create_request(JOB_ID, job, PLACEMENT)
+    assert backend.request(JOB_ID, JOB, PLACEMENT) == create_request(JOB_ID, JOB, PLACEMENT)
 
 
 @pytest.mark.usefixtures("cloud")

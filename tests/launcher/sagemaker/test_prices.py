@@ -76,7 +76,6 @@ def test_a_type_without_a_price_is_not_remembered(service, home):
     ("answer", "why"),
     [
         (None, "GetProducts: no (AccessDenied"),
-        ({"PriceList": ["{}"]}, ""),
         ({"PriceList": [json.dumps({"product": {"attributes": {"usagetype": TRAIN}}})]}, ""),
         ({"PriceList": ["5"]}, ""),
     ],
@@ -93,11 +92,10 @@ def test_without_an_answer_the_table_is_used(service, answer, why):
     assert service.operations() == ["GetProducts"]  # once is enough
 
 
-@pytest.mark.parametrize("region", ["cn-north-1", "us-gov-west-1"])
-def test_a_partition_without_a_price_list_makes_no_request(service, region):
-    price_list = prices(region)
+def test_a_partition_without_a_price_list_makes_no_request(service):
+    price_list = prices("cn-north-1")
     assert price_list.of("ml.g5.12xlarge") is None
-    assert f"{region} (partition aws-" in price_list.trouble
+    assert "cn-north-1 (partition aws-cn)" in price_list.trouble
     assert service.operations() == []
 
 
@@ -112,7 +110,6 @@ def test_in_a_dry_run_no_request_is_made(service, home):
     "content",
     [
         "{",
-        '{"us-east-1": null}',
         '{"us-east-1": {"ml.g5.12xlarge": {"per_hour": 0, "day": "2999-01-01"}}}',
     ],
 )

@@ -240,14 +240,22 @@ def test_latest_is_the_job_launched_last_though_search_lags(cloud, cli, launch, 
     assert json.loads(cli("status", "latest", "--json").out)["job_id"] == first
 
 
-@pytest.mark.parametrize("store", ["/home/me", "file:///home/me", "s3://bucket"])
-def test_only_a_store_on_s3_makes_a_job_ours(store):
+@pytest.mark.parametrize(
+    ("output", "checkpoints", "is_ours"),
+    [
+        ("s3://bucket/jobs", "s3://bucket/checkpoints/id/", True),
+        ("file:///home/me/jobs", "file:///home/me/checkpoints/id", False),
+        ("s3://bucket/other", "s3://bucket/checkpoints/id", False),
+        ("s3://bucket/jobs", "s3://bucket/checkpoints/id-2", False),
+    ],
+)
+def test_the_layout_of_its_files_makes_a_job_ours(output, checkpoints, is_ours):
     raw = {
         "TrainingJobName": "id",
-        "OutputDataConfig": {"S3OutputPath": f"{store}/jobs"},
-        "CheckpointConfig": {"S3Uri": f"{store}/checkpoints/id"},
+        "OutputDataConfig": {"S3OutputPath": output},
+        "CheckpointConfig": {"S3Uri": checkpoints},
     }
-    assert is_our_job(raw) == (store == "s3://bucket")
+    assert is_our_job(raw) == is_ours
 
 
 def test_a_job_launched_by_another_tool_is_left_alone(cloud, cli, launch):

@@ -38,20 +38,15 @@ def test_naming_a_stack_uses_aws(home, cli, short_text_file):
     assert "could not look for a stack (no region" in ran.err
 
 
-@pytest.mark.parametrize("way", ["words", "environment", "file"])
-def test_a_named_stack_that_is_missing_is_an_error(
-    deployed, cli, home, short_text_file, monkeypatch, way
-):
+@pytest.mark.parametrize("source", ["option", "file"])
+def test_a_named_stack_that_is_missing_is_an_error(deployed, cli, home, short_text_file, source):
     (home / "config.toml").write_text('stack = "by-file"\n')
-    if way != "file":
-        monkeypatch.setenv("SM_NANOGPT_STACK", "by-environment")
-    arguments = ("--stack", "by-words") if way == "words" else ()
-    for command in (
-        ("upload-data", str(short_text_file)),
-        (*LAUNCH, "--data", str(short_text_file)),
-    ):
-        ran = cli(arguments, "--role", OWN_ROLE, command)
-        assert ran.failed(1, f"no stack by-{way} in us-east-1")
+    options = ["--role", OWN_ROLE]
+    if source == "option":
+        options += ["--stack", "by-option"]
+    for command in (("upload-data", short_text_file), (*LAUNCH, "--data", short_text_file)):
+        ran = cli(options, command)
+        assert ran.failed(1, f"no stack by-{source} in us-east-1")
         assert ran.out == ""
 
 
