@@ -15,12 +15,13 @@ from sweeps import GROUP, described, record
 from sm_nanogpt import Settings
 from sm_nanogpt.launcher.aws import OverQuota
 from sm_nanogpt.launcher.description import JobDescription
+from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.groups import money, plan, run
 from sm_nanogpt.launcher.groups.find import JobGroup, members_among, tries_of
 from sm_nanogpt.launcher.groups.money import own_worst_cost
 from sm_nanogpt.launcher.groups.plan import continue_sweep
 from sm_nanogpt.launcher.groups.stop import stop_group
-from sm_nanogpt.launcher.groups.sweep import Sweep, grid
+from sm_nanogpt.launcher.groups.sweep import Sweep, SweepLedger, grid
 from sm_nanogpt.launcher.job import Request, TrainingJob
 from sm_nanogpt.launcher.launching.names import ledger_path
 from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
@@ -224,13 +225,20 @@ def test_a_deleted_job_is_not_waited_for(ran, monkeypatch):
 def test_no_sweep_costs_more_than_its_ceiling(ran, max_run):
     """Whatever its jobs, and earlier ones, cost of what they may cost."""
     started = Counter[int]()
-    for seed in range(40):
+    for seed in range(20):
         draw = random.Random(seed)
         earlier = [described(f"{GROUP}-{n}", "Failed") for n in range(1, draw.randint(1, 4))]
         cost = draw.uniform(0, 0.9)
-        running = replace(described(f"{GROUP}-4", "InProgress"))
-        fake, _ = ran(*earlier, running, max_cost=4, shortest_cost=1.3, cost=cost, max_run=max_run,
-                      share=draw.random)  # fmt: skip
+        running = described(f"{GROUP}-4", "InProgress")
+        fake, _ = ran(
+            *earlier,
+            running,
+            max_cost=4,
+            shortest_cost=1.3,
+            cost=cost,
+            max_run=max_run,
+            share=draw.random,
+        )
         assert cost * len(earlier) + sum(fake.costs.values()) <= 4
         started[len(fake.costs)] += 1
     assert len(started) > 1
@@ -304,6 +312,16 @@ def test_a_sweep_ends_if_a_quota_allows_none_of_its_jobs(ran, monkeypatch):
     monkeypatch.setattr(Fake, "submit", Mock(side_effect=OverQuota("the quota is 0")))
     with pytest.raises(OverQuota, match="the quota is 0"):
         ran()
+
+
+@pytest.mark.parametrize(("code", "is_reserved"), [("", False), ("job-may-exist", True)])
+def test_a_job_that_may_exist_keeps_its_reservation(ran, home, monkeypatch, code, is_reserved):
+    failure = ServiceError("no answer", code)
+    monkeypatch.setattr(Fake, "submit", Mock(side_effect=failure))
+    with pytest.raises(ServiceError, match="no answer"):
+        ran()
+    ledger = SweepLedger(GROUP, Settings(home=home))
+    assert bool(ledger.open_reservations) == is_reserved
 
 
 def test_a_deleted_sweep_starts_no_more_jobs(ran, home, monkeypatch):
