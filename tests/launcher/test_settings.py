@@ -169,6 +169,12 @@ def test_the_projects_internal_variables_are_ignored(home, monkeypatch):
     assert load_settings().home == home
 
 
+def test_a_copy_for_a_dry_run_may_not_call_aws(home):
+    settings = Settings(home=home)
+    assert settings.with_offline(True).offline
+    assert not settings.offline
+
+
 def test_a_home_that_cannot_be_names_the_variable(home, monkeypatch):
     home.write_text("a file")
     monkeypatch.setenv("SM_NANOGPT_HOME", str(home))
