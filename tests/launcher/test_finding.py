@@ -290,25 +290,6 @@ def test_python_takes_a_colleagues_job_only_if_confirmed(cloud, become, two):
     assert two[1] not in cloud.sagemaker.jobs
 
 
-def test_latest_of_each_is_deleted_and_resumed(cloud, s3, cli, become, two):
-    for job_id in two:
-        key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
-        s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
-        cloud.sagemaker.jobs[job_id].stop()
-    for caller, own_job in zip(("ada", "grace"), two, strict=True):
-        become(caller)
-        cli("wait", own_job)
-        ran = cli("launch", "--resume", "latest").good
-        newer = ran.out.strip()
-        assert f"latest is job {own_job} (baseline)\n" in ran.err
-        assert f"settings:    baby resumes {own_job}\n" in cli("status", newer).out
-        cli("stop", newer)
-        ran = cli("delete", "latest", "--yes").good
-        assert f"latest is job {newer}\n" in ran.err
-        assert newer not in cloud.sagemaker.jobs
-    assert set(two) <= cloud.sagemaker.jobs.keys()
-
-
 def test_a_job_in_another_region_is_not_forgotten(cloud, cli, launch):
     """Jobs of both regions are those of one service here, so its owner hides the other one."""
     job_id = launch()

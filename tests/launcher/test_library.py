@@ -93,15 +93,6 @@ def test_the_model_is_loaded_once(held, monkeypatch):
     assert held.sample("The ", 2, seed=1) != held.sample("The ", 2, seed=2)
 
 
-def test_a_fetched_model_needs_no_aws(held, job, monkeypatch):
-    text = held.sample(max_new_tokens=5)
-    shutil.rmtree(job.directory)  # so that it looks like a job of SageMaker
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    assert sm.job(held.id).sample(max_new_tokens=5) == text
-
-
 def test_a_message_without_role_or_content_is_refused():
     cases: list[Any] = [
         [],

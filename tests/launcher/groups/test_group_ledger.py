@@ -10,8 +10,6 @@ import pytest
 from kills import Killed, kill_at
 
 from sm_nanogpt import Settings
-from sm_nanogpt.launcher.errors import ServiceError
-from sm_nanogpt.launcher.files.ledger import Ledger
 from sm_nanogpt.launcher.groups.ledger import GroupLedger
 from sm_nanogpt.launcher.groups.sweep import SweepLedger
 from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
@@ -22,31 +20,6 @@ MONEY = ("--max-cost", "0.6", "--max-run", "60")
 @pytest.fixture
 def ledger(tmp_path):
     return GroupLedger(tmp_path / "group.jsonl", ceiling=2.0)
-
-
-# -- entries ---------------------------------------------------------------------------------------
-
-
-def test_a_ledger_has_what_another_command_added(ledger):
-    GroupLedger(ledger.path).add("sent", job="a")
-    ledger.add("sent", job="b")
-    assert [entry["job"] for entry in Ledger(ledger.path).of("sent")] == ["a", "b"]
-
-
-def test_half_a_line_counts_for_nothing(ledger):
-    ledger.add("sent", job="a")
-    whole = ledger.path.read_bytes()
-    ledger.path.write_bytes(whole + b'{"previous": "1234')
-    GroupLedger(ledger.path).add("sent", job="b")
-    assert [entry["job"] for entry in Ledger(ledger.path).of("sent")] == ["a", "b"]
-
-
-def test_a_changed_entry_is_noticed(ledger):
-    for job_id in ("a", "b"):
-        ledger.add("sent", job=job_id)
-    ledger.path.write_text(ledger.path.read_text().replace('"a"', '"c"'))
-    with pytest.raises(ServiceError, match="entry 2, or the one before it, was changed"):
-        Ledger(ledger.path)
 
 
 # -- money -----------------------------------------------------------------------------------------

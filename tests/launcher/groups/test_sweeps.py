@@ -101,16 +101,6 @@ def test_a_job_started_just_before_a_sweep_is_deleted_goes_too(swept, home, cli,
     assert not [*(home / "jobs").glob(f"{swept}-*")]
 
 
-def test_a_sweep_is_run_by_one_command(home):
-    settings = Settings(home=home)
-    with (
-        lock_group(GROUP, settings),
-        pytest.raises(ServiceError, match="another command runs"),
-        lock_group(GROUP, settings),
-    ):
-        pass
-
-
 @pytest.fixture
 def recorded(home):
     """Writes the record of a sweep that was launched from here; returns its path."""
