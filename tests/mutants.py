@@ -121,7 +121,6 @@ MODULES = {
     "launcher/text/uploads.py": "test_uploads",
     "launcher/text/whatsapp.py": "test_whatsapp",
     "launcher/text/writing.py": "test_writing",
-    "launcher/values.py": "test_values",
     "launcher/views/api.py": "test_api",
     "launcher/cli/__init__.py": "test_cli",
     "launcher/cli/delete.py": "test_delete",
