@@ -181,6 +181,11 @@ def server() -> socket.socket:
     return channel
 
 
+def wait_for_server() -> None:
+    """Returns when the next process starts at once."""
+    ask({"wait": 0})
+
+
 # -- the server's side -----------------------------------------------------------------------------
 
 

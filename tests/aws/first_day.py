@@ -530,7 +530,7 @@ def least_privilege(day: Day) -> None:
         except ClientError as error:
             answer = error.response["Error"]["Code"]
         day.check("the user may not list users", answer.startswith("AccessDenied"), answer)
-        job_id = day.launch(0.15, *M5, *day.size("quick"), user=user)
+        job_id = day.launch(0.15, *M5, *day.endless(), user=user)
         latest = json.loads(day.sm("status", "latest", "--json", user=user))["job_id"]
         day.check("latest is the job just launched", latest == job_id, latest)
         listed = {job["job_id"] for job in json.loads(day.sm("jobs", "--json", user=user))}

@@ -5,6 +5,7 @@ and what it leaves back to S3. All that a job does with S3, it does as its role.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import shutil
 import signal
@@ -19,6 +20,7 @@ import boto3
 from access import SAGEMAKER, Access, Refusal, principal_of
 from botocore.exceptions import ClientError
 from container import Cluster, Host
+from forked_hosts import ForkedHosts
 from sagemaker_service import LOG_GROUP, REGION, Job, split
 
 if TYPE_CHECKING:
@@ -44,7 +46,8 @@ class Containers:
 
     A host shows `gpus` GPUs, whatever the instance type; a rank is started for each. `rate` is how
     many of SageMaker's seconds go by in one of ours. Each rank has `threads`, or as many as it
-    takes where that is None; a GiB of the volume is `gib` bytes, or without limit.
+    takes where that is None; a GiB of the volume is `gib` bytes, or without limit. With `forked`,
+    the hosts are no containers.
     """
 
     def __init__(
@@ -54,9 +57,10 @@ class Containers:
         rate: float = 1.0,
         threads: int | None = None,
         gib: int | None = None,
+        forked: bool = False,
     ) -> None:
         self.directory, self.gpus, self.rate = directory, gpus, rate
-        self.threads, self.gib = threads, gib
+        self.threads, self.gib, self.forked = threads, gib, forked
         self.attempts: dict[str, Attempt] = {}  # by job, the one that runs
         self.at_work: list[threading.Thread] = []
         self.closed = threading.Event()
@@ -135,7 +139,8 @@ class Attempt:
         self.streams: set[str] = set()
         gib, size = containers.gib, self.request["ResourceConfig"]["VolumeSizeInGB"]
         port = containers.emulator.url.rpartition(":")[2]
-        self.cluster = Cluster(
+        cluster = ForkedHosts if containers.forked else Cluster
+        self.cluster = cluster(
             self.directory,
             job_name=job.name,
             hosts=job.hosts,
@@ -207,6 +212,9 @@ class Attempt:
             uri = self.request["CheckpointConfig"]["S3Uri"]
             self.fetch(uri, "checkpoints", above=split(uri)[1])
             self.agents = [Agent(self.s3, host, uri) for host in self.cluster.hosts]
+        script = json.loads(self.request["HyperParameters"]["sagemaker_submit_directory"])
+        if self.containers.forked and script.startswith("s3://"):  # else the toolkit does it
+            self.fetch(script, "code")
 
     def fetch(self, uri: str, directory: str, above: str | None = None) -> None:
         """Copies all keys that begin so to a directory below each host's /opt/ml, named by what

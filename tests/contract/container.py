@@ -351,6 +351,10 @@ class Cluster:
             self.variables["PYTHONPATH"] = str(NEW_TOOLKIT)
             # Their start script preloads a library that it cannot make, as it lacks the source.
             self.variables["LD_PRELOAD"] = "/libchangehostname.so"
+        self.make_images(directory, gpus, second_environment_sed)
+
+    def make_images(self, directory: Path, gpus: int, second_environment_sed: str) -> None:
+        """Lays out what the images hold."""
         keys = directory / "keys"
         keys.mkdir(parents=True)
         for name in ("user", "host"):

@@ -10,14 +10,23 @@ import pytest
 import training_runs
 from sagemaker_service import SageMaker
 
+from sm_nanogpt.launcher.sagemaker import deploy
+
 RATE = 10.0  # SageMaker's seconds in one of the tests': an hour, the limit of a job, is six minutes
 
 
 @pytest.fixture
-def aws(emulator, s3, tmp_path, monkeypatch):
-    """SageMaker with one rank on each host, and a person who may use it."""
+def containers():
+    """Has the jobs of a test run in containers, in which the toolkit starts their ranks."""
     container.require()
-    runs = training_runs.Containers(tmp_path / "machines", gpus=1, rate=RATE, threads=1)
+
+
+@pytest.fixture
+def aws(emulator, s3, tmp_path, monkeypatch, request):
+    """SageMaker with one rank on each host, and a person who may use it."""
+    forked = "containers" not in request.fixturenames
+    machines = tmp_path / "machines"
+    runs = training_runs.Containers(machines, gpus=1, rate=RATE, threads=1, forked=forked)
     runs.attach(emulator)
     emulator.reset(SageMaker(runs, RATE))
     monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
@@ -29,6 +38,16 @@ def aws(emulator, s3, tmp_path, monkeypatch):
         monkeypatch.setattr(training_runs, name, 1.0)
     yield emulator
     runs.close()
+
+
+@pytest.fixture
+def stacks(monkeypatch):
+    """CloudFormation without its waits."""
+    import cloudformation_service  # which imports most of moto
+
+    monkeypatch.setitem(deploy.WAIT, "Delay", 0.01)
+    with cloudformation_service.repaired():
+        yield
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
 
-import cloudformation_service
 import first_day
 import pytest
 from access import ACCOUNT
@@ -20,7 +19,6 @@ from moto.logs.models import logs_backends
 from sagemaker_service import LOG_GROUP, REGION, Job, split, write_log
 
 from sm_nanogpt.launcher.cli import run
-from sm_nanogpt.launcher.sagemaker import deploy
 
 
 def in_this_process(arguments: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, str, str]:
@@ -87,11 +85,11 @@ def repeat(aws: Emulator, earlier: Job, job: Job) -> None:
     job.end("Completed")
 
 
-@pytest.mark.timeout(1800)  # two minutes of processor time, and nine by the clock on a busy machine
+@pytest.mark.timeout(1800)  # a minute of processor time, and nine by the clock on a busy machine
+@pytest.mark.usefixtures("stacks")
 def test_every_step_passes_and_nothing_is_left(aws, short_text_file, tmp_path, monkeypatch):
     for name in ("STORE", "ROLE"):
         monkeypatch.delenv(f"SM_NANOGPT_{name}")
-    monkeypatch.setitem(deploy.WAIT, "Delay", 0.01)
     aws.sagemaker.rate = aws.sagemaker.run.rate = 5.0
     monkeypatch.setattr(first_day, "execute", in_this_process)
     monkeypatch.setattr(
@@ -111,8 +109,7 @@ def test_every_step_passes_and_nothing_is_left(aws, short_text_file, tmp_path, m
     buckets = client("s3", aws.url).list_buckets()["Buckets"]
     users = client("iam", aws.url).list_users()["Users"]  # of other tests
     arguments = ["--emulator", "--yes", "--directory", str(tmp_path / "day")]
-    with cloudformation_service.repaired():
-        code = first_day.main([*arguments, "--text", str(short_text_file)])
+    code = first_day.main([*arguments, "--text", str(short_text_file)])
     transcript = (tmp_path / "day/transcript.txt").read_text()
     assert code == 0, transcript[-5000:]
     state = json.loads((tmp_path / "day/state.json").read_text())

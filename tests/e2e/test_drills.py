@@ -22,16 +22,6 @@ def failed(cli: Callable[..., Ran], ran: Ran) -> str:
     return status
 
 
-def test_a_hyperparameter_that_the_container_refuses(aws, cli, text_file):
-    # It has one GPU, so the launcher expects one process; the emulator shows two.
-    aws.sagemaker.run.gpus = 2
-    options = ("--instance", "ml.g5.xlarge", "--data", str(text_file))
-    ran = cli(LAUNCH, options, sets(**{**TINY, "batch_size": 7}))
-    reason = "ConfigError: batch_size=7 cannot be shared by 2 processes"
-    assert f"failed: {reason};" in ran.error
-    assert f"reason:      {reason};" in failed(cli, ran)
-
-
 def test_text_that_was_deleted_after_its_upload(aws, s3, cli, text_file):
     uri = cli("upload-data", text_file).out.strip()
     s3.delete_object(Bucket=s3.bucket, Key=uri.removeprefix(f"s3://{s3.bucket}/") + "/input.txt")
@@ -65,6 +55,7 @@ def test_a_role_that_may_not_read_the_text(aws, cli, text_file):
     assert "allow the execution role to read the store" in ran.error
 
 
+@pytest.mark.usefixtures("containers")
 def test_a_volume_that_is_full(aws, cli, text_file):
     aws.sagemaker.run.gib = 2 << 20
     values = {**ENDLESS, "n_embd": 128, "batch_size": 8, "checkpoint_seconds": 1}

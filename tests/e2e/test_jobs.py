@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -43,26 +44,25 @@ def cluster_of(aws: Emulator, job_id: str) -> Cluster:
     return until(lambda: attempts.get(job_id)).cluster
 
 
-def test_the_three_commands_train_on_two_hosts_and_sample(aws, command, text_file):
-    aws.sagemaker.run.gpus = 2
+@pytest.mark.usefixtures("containers")
+def test_the_three_commands_train_on_two_hosts_and_sample(aws, cli, command, text_file):
     assert command("upload-data", str(text_file)).good
     launch = ("launch", *INSTANCE, *TWO_HOSTS, *sets(**{**TINY, "max_steps": 60}))
-    shown = command(*launch, "--dry-run")
+    shown = cli(*launch, "--dry-run").good
     launched = command(*launch).good
     assert "INFO:" not in launched.err
     job_id = launched.out.strip()
     tree = until(lambda: ranks(cluster_of(aws, job_id)))
-    followed = command("logs", job_id, "--follow").good
+    followed = cli("logs", job_id, "--follow").good
     sampled = command("fetch-and-sample", job_id, "--max-new-tokens", "50").good
 
     (request_sent,) = [body for operation, body in aws.calls if operation == "CreateTrainingJob"]
     printed_request = shown.out.replace("OWNER-NOT-KNOWN-YET", "root")
     assert names_and_times_apart(request_sent) == names_and_times_apart(json.loads(printed_request))
     # Each rank is a child of what mpirun started on its host.
-    assert [len(host) for host in tree] == [2, 2]
-    assert all("mpirun" in above[1] for above in tree[0])
-    assert all("orted" in above[1] for above in tree[1])
-    first_line = "running on 2 hosts x 2 CPU = 4 processes in one group (launched by mpirun;"
+    assert "mpirun" in tree[0][1]
+    assert "orted" in tree[1][1]
+    first_line = "running on 2 hosts x 1 CPU = 2 processes in one group (launched by mpirun;"
     first_line += " 1 CPU thread each)"  # as the tests ask for
     assert followed.out.count(first_line) == 1
     assert re.search(r"^step=60/60 ", followed.out, re.MULTILINE)
@@ -78,7 +78,7 @@ def test_two_hosts_tune_a_model_of_subword_tokens(aws, cli, text_file):
     tuned = cli("launch", *INSTANCE, *two, *sets(**recipe)).good.out.strip()
     assert cli("wait", tuned).good
     log = cli("logs", tuned).out
-    assert "started from the weights in /opt/ml/input/data/model" in log
+    assert re.search(r"started from the weights in \S+/input/data/model", log)
     assert " tokens to train on, " in log
     assert "step=0/" in log
     assert "bits/byte: " in cli("status", tuned).out
@@ -86,21 +86,17 @@ def test_two_hosts_tune_a_model_of_subword_tokens(aws, cli, text_file):
     assert sampled.out.startswith("The 🙂"), sampled.err
 
 
-def ranks(cluster: Cluster) -> list[list[list[str]]]:
-    """For each host its ranks: the command line of each and of the processes above it.
+def ranks(cluster: Cluster) -> list[list[str]]:
+    """For each host its rank: the command line of it and of the processes above it.
 
     Empty as long as not all of them are there.
     """
-    hosts = []
+    lines = []
     for index in range(len(cluster.hosts)):
-        host = []
         for command, *parents in cluster.processes(index):
             if "train.py" in command and "mpirun" not in command:
-                host.append([command, *parents])
-        hosts.append(host)
-    if any(len(host) != 2 for host in hosts):
-        return []
-    return hosts
+                lines.append([command, *parents])
+    return lines if len(lines) == len(cluster.hosts) else []
 
 
 # -- interrupted -----------------------------------------------------------------------------------
@@ -188,7 +184,6 @@ def test_an_interrupted_spot_job_ends_with_the_same_result(
     assert not (checkpoints_of(aws, spot) / "0").exists()
     log = cli("logs", spot).out
     assert resumed_from(log) == 20
-    assert len(log.splitlines()) < 40  # without the toolkit's lines of either start
     lost = [step for step in every_fifth if 20 < step <= HELD_AT]  # and done again
     assert sorted(steps_of(log)) == sorted([*every_fifth, *lost])
     described = json.loads(cli("status", spot, "--json").out)
@@ -205,8 +200,6 @@ def test_a_stopped_and_resumed_job_ends_with_the_same_result(
     assert json.loads(cli("status", stopped, "--json").out)["status"] == "InProgress"
     assert cli("stop", stopped).good
     assert "state:       Stopped" in cli("status", stopped).out
-    assert "stopped by a signal" not in cli("logs", stopped).out  # SIGTERM reaches no rank
-    assert [host.status for host in cluster_of(aws, stopped).hosts] == [-9, -9]
     resumed = cli("launch", "--resume", stopped).good.out.strip()
     assert result_of(cli, s3, resumed, tmp_path / "resumed") == undisturbed
     assert "sampling with the edited" in cli("fetch-and-sample", resumed).err
@@ -216,26 +209,27 @@ def test_a_stopped_and_resumed_job_ends_with_the_same_result(
     assert min(steps_of(log)) > 20
 
 
-def test_a_spot_job_stopped_while_interrupted_stays_stopped(aws, launch_long, cli, monkeypatch):
+@pytest.mark.usefixtures("containers")
+def test_a_spot_job_stopped_while_interrupted_stays_stopped(aws, s3, cli, launch_long, monkeypatch):
     monkeypatch.setattr(training_runs, "GRACE_SECONDS", 60.0)  # of the interruption
     spot = launch_long("--spot", *HOLD)
+    wait_until_held(s3, cli, spot)
+    (host,) = cluster_of(aws, spot).hosts
     job = aws.sagemaker.jobs[spot]
-    until(lambda: job.secondary == "Training")
     job.interrupting.set()
     until(lambda: not job.interrupting.is_set())
     assert cli("stop", spot).good
     assert [t["Status"] for t in job.transitions][-2:] == ["Stopping", "Stopped"]
+    assert "stopped by a signal" not in cli("logs", spot).out  # SIGTERM reaches no rank
+    assert host.status == -signal.SIGKILL
 
 
 def test_s3_and_the_container_hold_the_same_checkpoints(aws, s3, cli, text_file, tmp_path):
-    aws.sagemaker.run.gpus = 2
     # Slow enough to be sent, and so fast that old ones are to be deleted while they are sent.
     script = launching.edited(tmp_path / "train", (LOOP, SLOWER), ALL_CHECKPOINTS)
     often = {**LONG, "eval_interval": 5}
     arguments = ("--data", str(text_file), "--entry-point", str(script), *sets(**often))
     job_id = cli("launch", *INSTANCE, *arguments, "--follow").good.out.strip()
-    first_line = "running on 1 host x 2 CPU = 2 processes in one group (launched by mpirun;"
-    assert cli("logs", job_id).out.count(first_line) == 1
 
     prefix = f"some/prefix/checkpoints/{job_id}/"
     objects = s3.list_objects_v2(Bucket=s3.bucket, Prefix=prefix)["Contents"]

@@ -81,6 +81,7 @@ def group(aws, cli, short_text_file, tmp_path, home, monkeypatch):
     return "group"
 
 
+@pytest.mark.usefixtures("containers")
 def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home):
     slower = launching.edited(tmp_path / "slower", QUICK, SLOWER, CURIOUS)
     ran = cli("try", "run", slower, "--group", group, "--note", "a lower rate", "--json")
