@@ -28,7 +28,6 @@ from xml.sax.saxutils import escape
 
 import boto3
 from access import ACCOUNT, Access, Principal, Refusal, accesses, principal_of
-from cloudformation_service import repaired
 from container import lacking
 from money_service import MoneyService
 from moto.logs.models import logs_backends
@@ -289,6 +288,8 @@ def main() -> None:
 
         signal.signal(signal.SIGUSR1, interrupt)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        from cloudformation_service import repaired  # which imports most of moto
+
         with repaired(), serving(sagemaker) as emulator, contextlib.closing(containers):
             containers.attach(emulator)
             variables = {

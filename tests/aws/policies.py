@@ -6,6 +6,7 @@ not known here raises, so that no policy passes for the wrong reason.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -70,6 +71,7 @@ def any_matches(statement: dict[str, Any], element: str, matches: Callable[[str]
     return not any(matches(pattern) for pattern in listed(statement[f"Not{element}"]))
 
 
+@functools.cache
 def action_matches(pattern: str, action: str) -> bool:
     return bool(expression(pattern.lower(), WILDCARDS, {}).fullmatch(action.lower()))
 
