@@ -47,11 +47,11 @@ LOSSES = r"""
 s/^SM_CURRENT_HOST=/&#/
 """
 
-# Jobs of two hosts, each with two ranks. Those of ODD_VALUES declare what reached their ranks.
+# Jobs of two hosts. Those of ODD_VALUES have two ranks on each, and declare what reached them.
 JOBS: dict[str, dict[str, Any]] = {
-    "mpirun": dict(new_image=True, values=SMALL),  # as the default image
+    "mpirun": dict(gpus=1, new_image=True, values=SMALL),  # as the default image
     "mpirun, broken": dict(second_environment_sed=LOSSES, threads=None, values=ODD_VALUES),
-    "torchrun": dict(launcher="torchrun", values=SMALL),
+    "torchrun": dict(gpus=1, launcher="torchrun", values=SMALL),
     "torchrun, new": dict(
         launcher="torchrun", new_image=True, variables={"NCCL_DEBUG": "INFO"}, values=ODD_VALUES
     ),
@@ -85,10 +85,11 @@ def job(finished, tmp_path_factory):
 @pytest.mark.parametrize("name", JOBS)
 def test_two_hosts_are_one_group_and_make_one_model(job, name):
     first, second = job(name)
-    first_line = "running on 2 hosts x 2 CPU = 4 processes in one group (launched by"
-    assert f"{first_line} {name.partition(',')[0]};" in first.log
+    n_ranks = JOBS[name].get("gpus", 2)
+    group = f"running on 2 hosts x {n_ranks} CPU = {2 * n_ranks} processes in one group"
+    assert f"{group} (launched by {name.partition(',')[0]};" in first.log
     assert log_of([first, second]).count("running on ") == 1
-    assert json.loads((first.model / "training.json").read_text())["world_size"] == 4
+    assert json.loads((first.model / "training.json").read_text())["world_size"] == 2 * n_ranks
     assert "model.safetensors" in {path.name for path in first.model.iterdir()}
     assert list(second.model.iterdir()) == []
 
