@@ -131,11 +131,22 @@ def test_a_stage_ends_when_its_time_is_over(measure, tmp_path, short_text_file, 
 
     stage = dataclasses.replace(gpu.STAGES["right"], minutes=0.1)
     monkeypatch.setitem(gpu.STAGES, "right", stage)
-    monkeypatch.setattr("sys.argv", ["gpu.py", "--smoke", "--out", str(tmp_path)])
+    arguments = ["--smoke", "--out", str(tmp_path), "--text", str(short_text_file)]
+    monkeypatch.setattr("sys.argv", ["gpu.py", *arguments])
     row = gpu.run("right", gpu.arguments())
     assert row["state"].startswith("FAILED: out of time")
     ran = subprocess.check_output(["ps", "-A", "-o", "args="], text=True)
     assert str(tmp_path) not in ran
+
+
+def test_without_a_text_the_stages_read_this_checkout(measure, tmp_path, monkeypatch):
+    import gpu
+
+    for name in ("b.py", "a.md", ".venv/c.py", "d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{name}\n")
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    assert gpu.own_text(tmp_path / "text").read_text() == "a.md\nb.py\n"
 
 
 @pytest.mark.parametrize("stage", ["right", "nccl", "profile"])
