@@ -26,6 +26,7 @@ from talks import write_chats
 
 ROOT = Path(__file__).parent.parent
 LONG = ("contract", "e2e", "slow")  # directories
+LONGEST = ("test_wheel", "test_search_jobs", "test_day")  # one test of each takes a minute
 # What takes two to five seconds to import, in each process of the tests that needs it.
 LARGE = {"sagemaker", "torch._dynamo", "transformers"}
 
@@ -149,13 +150,15 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
 
 @pytest.hookimpl(trylast=True)  # pytest itself puts tests together that share a parameter
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each worker begins with its part of the longest tests, those of contract, e2e and slow.
+    """Each worker begins with its part of the longest tests: of LONGEST, and then of LONG.
 
     It gets a stretch of this list, and takes from the ends of the others' when it is through.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    long = [item for item in items if item.path.parent.name in LONG]
-    short = [item for item in items if item.path.parent.name not in LONG]
+    longest = [item for item in items if item.path.stem in LONGEST]
+    others = [item for item in items if item.path.stem not in LONGEST]
+    long = longest + [item for item in others if item.path.parent.name in LONG]
+    short = [item for item in others if item.path.parent.name not in LONG]
     cuts = [len(short) * index // workers for index in range(workers + 1)]
     shares = [
         long[index::workers] + short[cuts[index] : cuts[index + 1]] for index in range(workers)
