@@ -1,17 +1,47 @@
-"""The worker that runs a model's code, in place of its process."""
+"""The process that runs a model's code: started at once, or something in its place."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 from collections.abc import Sequence
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
+import warm
 from models import tokenizer_of
 from torch import Tensor
 
+from sm_nanogpt.launcher.judge import worker as worker_module
 from sm_nanogpt.launcher.judge.worker import Worker
+from sm_nanogpt.launcher.local.process import Program
+
+
+class Warm(Program):
+    """A worker's process that starts at once, outside of a sandbox."""
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        self.is_wrapped = False
+        self.status = None
+        self.cpu_seconds = 0.0
+        options["env"] = dict(os.environ)
+        start = warm.replacing(warm.Process).Popen
+        self.process = start(command, start_new_session=True, cwd=Path.cwd(), **options)
+        self.pid, self.output = self.process.pid, self.process.stdout
+
+    def has_ended(self, within: float = 0.0) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.status = self.process.wait(within)
+        return self.status is not None
+
+
+def start_workers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "Program", Warm)
+    monkeypatch.setattr(worker_module, "confined", lambda command, sandbox: command)
 
 
 class Fake(Worker):

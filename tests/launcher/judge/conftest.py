@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +10,10 @@ from typing import Any
 import launching
 import pytest
 import torch
-import warm
 from edits import module_of
 from judged_texts import STRANGE, chat_of
 from models import tokenizer_of
+from workers import start_workers_at_once
 
 from sm_nanogpt import Settings
 from sm_nanogpt.entry_point.config import make_config
@@ -26,26 +22,9 @@ from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.launcher.judge import evaluate
 from sm_nanogpt.launcher.judge.texts import Text, read_texts
 from sm_nanogpt.launcher.judge.worker import Worker
-from sm_nanogpt.launcher.local.process import Program
 from sm_nanogpt.launcher.text.files import FileOptions, find_files
 from sm_nanogpt.launcher.text.sources import TextSource
 from sm_nanogpt.launcher.text.tokenizer import learn_tokenizer
-
-
-class Warm(Program):
-    """A worker's process that starts at once, outside of a sandbox."""
-
-    def __init__(self, command: Sequence[str], **options: Any) -> None:
-        self.is_wrapped, self.status, self.cpu_seconds = False, None, 0.0
-        options["env"] = dict(os.environ)
-        start = warm.replacing(warm.Process).Popen
-        self.process = start(command, start_new_session=True, cwd=Path.cwd(), **options)
-        self.pid, self.output = self.process.pid, self.process.stdout
-
-    def has_ended(self, within: float = 0.0) -> bool:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.status = self.process.wait(within)
-        return self.status is not None
 
 
 def randomized(model: Any) -> Any:
@@ -80,10 +59,7 @@ def start(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OMP_NUM_THREADS", "1")
         settings = Settings(home=tmp_path_factory.mktemp("home"))
-        patched.setattr("sm_nanogpt.launcher.judge.worker.Program", Warm)
-        patched.setattr(
-            "sm_nanogpt.launcher.judge.worker.confined", lambda command, sandbox: command
-        )
+        start_workers_at_once(patched)
         yield lambda directory, folder=None: Worker(directory, settings, folder)
 
 
@@ -100,8 +76,10 @@ def write(tmp_path):
 
 
 @pytest.fixture
-def edited(tmp_path, start):
-    """Evaluates a small model of an edited folder on a text."""
+def edited(tmp_path, start, monkeypatch):
+    """Evaluates a small model of an edited folder on a text, which one more process computes."""
+    effort = replace(evaluate.EDITED, n_processes=1, n_samples=2)
+    monkeypatch.setattr(evaluate, "EDITED", effort)
 
     def edited(*edits: tuple[str, str], text: str = "bcdefghijk" * 20) -> Any:
         folder, directory = launching.edited(tmp_path / "mine", *edits), tmp_path / "model"
@@ -121,10 +99,7 @@ def edited(tmp_path, start):
 @pytest.fixture
 def held(job, text, monkeypatch):
     """A copy of a job, a text of its own, and warm workers that give few samples."""
-    monkeypatch.setattr("sm_nanogpt.launcher.judge.worker.Program", Warm)
-    monkeypatch.setattr(
-        "sm_nanogpt.launcher.judge.worker.confined", lambda command, sandbox: command
-    )
+    start_workers_at_once(monkeypatch)
     monkeypatch.setattr(evaluate, "PACKAGED", replace(evaluate.PACKAGED, n_samples=3))
     Path("held.txt").write_text("".join(reversed(text[:6000])))
     Path("secrets.txt").write_text("the code is {8231447}\nanother {abc}\n")

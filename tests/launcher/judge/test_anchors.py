@@ -57,10 +57,9 @@ def test_white_space_is_one_space(content, chunk):
     assert int(is_first.sum()) == len(text)
 
 
-@pytest.mark.parametrize("width", [40, 60])
-def test_overlap_and_runs_see_through_line_breaks(width, text):
+def test_overlap_and_runs_see_through_line_breaks(text):
     content = text.encode()[:100_000]
-    lines = textwrap.fill(content[40_000:50_000].decode(), width)
+    lines = textwrap.fill(content[40_000:50_000].decode(), width=40)
     copied = lines.replace("\n", "  \r\n").encode()
     new = bytes(random.Random(1).choices(b"etaoinshrdlu", k=len(copied)))
 
@@ -76,7 +75,7 @@ def test_overlap_reads_the_training_text_once():
     assert read.call_count == 1
 
 
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.5])
+@pytest.mark.parametrize("share", [0.0, 0.05])
 def test_planted_overlap_is_measured(share, text):
     training = text.encode()[:200_000]
     chance = random.Random(1)
@@ -121,9 +120,9 @@ def test_the_ngram_model_is_that_of_plain_counts(training, content, suffix):
 
 
 def test_the_ngram_model_learns_of_all_parts_of_a_long_text():
-    """Blocks of 65,536 bytes at equal distances, for LEARNED_BYTES in all."""
-    blocks = [bytes([97 + n]) * (1 << 16) for n in range(4)]
-    with patch.object(anchors, "LEARNED_BYTES", 1 << 17):
+    """Blocks at equal distances, for LEARNED_BYTES in all."""
+    blocks = [bytes([97 + n]) * 1000 for n in range(4)]
+    with patch.object(anchors, "BLOCK", 1000), patch.object(anchors, "LEARNED_BYTES", 2000):
         bits = anchors.ngram(plain(b"".join(blocks)), plain(b"ac"))
     assert bits == pytest.approx(plain_ngram(blocks[0] + blocks[2], b"ac"), abs=1e-9)
 

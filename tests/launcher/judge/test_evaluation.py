@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,31 +14,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judged_texts import documents, plain
 
-from sm_nanogpt.launcher.judge import evaluate, measures
-from sm_nanogpt.launcher.judge.evaluation import ANCHORS, Evaluation, Passage, margin, total
+from sm_nanogpt.launcher.cli.evaluate import print_evaluations
+from sm_nanogpt.launcher.judge import evaluate
+from sm_nanogpt.launcher.judge.evaluation import Evaluation, Passage, margin, total
 from sm_nanogpt.launcher.judge.score import passages
 from sm_nanogpt.launcher.judge.texts import Encoded, Text
 
 
 def test_the_interval_covers_the_loss_of_the_whole():
-    whole, chance, covered = documents(2000, 1), random.Random(2), 0
+    whole = documents(2000, 1)
     truth = total(whole).bits_per_byte
-    for _ in range(500):
+    chance = random.Random(2)
+    n_covered = 0
+    for _ in range(250):
         some = chance.choices(whole, k=60)
-        covered += abs(total(some).bits_per_byte - truth) <= (margin(some) or 0.0)
-    assert 0.90 <= covered / 500 <= 0.98
+        n_covered += abs(total(some).bits_per_byte - truth) <= (margin(some) or 0.0)
+    assert 0.90 <= n_covered / 250 <= 0.98
 
 
 def test_the_interval_counts_that_neighbors_are_alike():
     """Passages whose losses have a correlation of 0.45 from one to the next, as those of books."""
-    chance, covered = random.Random(3), 0
-    for _ in range(500):
-        drift, parts = chance.gauss(0, 0.2 / math.sqrt(1 - 0.67**2)), []
+    chance = random.Random(3)
+    n_covered = 0
+    for _ in range(250):
+        drift = chance.gauss(0, 0.2 / math.sqrt(1 - 0.67**2))
+        parts = []
         for _ in range(120):
             drift = 0.67 * drift + chance.gauss(0, 0.2)
             parts.append(Passage("", 1000 * (2 + drift + chance.gauss(0, 0.19)), 1000, 1000))
-        covered += abs(total(parts).bits_per_byte - 2 / math.log(2)) <= (margin(parts) or 0.0)
-    assert 0.90 <= covered / 500 <= 0.98
+        error = abs(total(parts).bits_per_byte - 2 / math.log(2))
+        n_covered += error <= (margin(parts) or 0.0)
+    assert 0.90 <= n_covered / 250 <= 0.98
 
 
 def test_evaluations_that_are_kept_stay_readable():
@@ -88,7 +96,32 @@ def test_short_passages_are_not_the_worst():
     assert [part.place for part in evaluate.worst_first(parts)] == ["b", "a", "short"]
 
 
-@pytest.mark.parametrize("name", ANCHORS)
-def test_an_anchor_is_a_field_with_a_function_of_its_name(name):
-    assert name in {field.name for field in dataclasses.fields(Evaluation)}
-    assert callable(getattr(measures, name))
+@pytest.fixture
+def evaluation():
+    return Evaluation(model="a", text="b", size=1000, tokens=900, bits_per_byte=2.5)
+
+
+def test_two_models_are_compared_by_the_same_passages(evaluation):
+    """What both find hard is no difference."""
+    parts = documents(50, 1)
+    worse = [replace(part, nats=part.nats + 0.05 * part.size) for part in parts]
+    first = replace(evaluation, parts=parts)
+    second = replace(evaluation, parts=worse)
+    difference = second.facts(first)["less the first"]
+    bits, low, high = map(float, re.findall(r"-?\d\.\d+", difference))
+    assert bits == pytest.approx(0.05 / math.log(2), abs=1e-3)
+    assert high - low < 0.01 < (margin(parts) or 0.0)
+    assert "less the first" not in first.facts(first)
+
+
+def test_unknown_characters_have_their_share_of_the_bits(evaluation):
+    facts = replace(evaluation, n_unknown=40, unknown_bits=0.25).facts()
+    assert facts["unknown characters"] == "40, of the bits 0.250"
+    assert "unknown characters" not in evaluation.facts()
+
+
+def test_a_text_without_an_interval_is_said_to_be_short(evaluation, capfd):
+    print_evaluations([evaluation])
+    err = capfd.readouterr().err
+    assert "too short for an interval" in err
+    assert "95 %" not in err

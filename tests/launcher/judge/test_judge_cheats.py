@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,11 @@ from sm_nanogpt import ServiceError
 from sm_nanogpt.launcher.judge.causality import CUTS, check_causal, draw_cuts, in_passes
 from sm_nanogpt.launcher.judge.score import losses, window_spans
 from sm_nanogpt.launcher.judge.texts import Text, encode
-from sm_nanogpt.launcher.judge.worker import Worker
+from sm_nanogpt.launcher.judge.worker import PASS_TOKENS, Worker
 
 VOCABULARY = "abcdefghijklmnop"
-N_TOKENS, CONTEXT = 8000, 32
+N_TOKENS = 4000
+CONTEXT = 32
 SURE = 9.0  # the logit of a token that a cheat knows
 Rule = Callable[["Cheat", Tensor], Tensor]
 
@@ -36,8 +38,11 @@ class Cheat(Worker):
     directory = Path("cheat")
 
     def __init__(self, rule: Rule) -> None:
-        self.rule, self.rows, self.seen = rule, 0, dict[bytes, int]()
-        self.tokenizer, self.block_size = tokenizer_of(VOCABULARY), CONTEXT
+        self.rule = rule
+        self.rows = 0
+        self.seen = dict[bytes, int]()
+        self.tokenizer = tokenizer_of(VOCABULARY)
+        self.block_size = CONTEXT
         self.size = len(VOCABULARY)
 
     def logits(self, ids: Tensor) -> Tensor:
@@ -86,6 +91,17 @@ def in_full_batches(worker: Cheat, ids: Tensor) -> Tensor:
     return torch.full(ids.shape, SURE * (len(ids) > 64))
 
 
+def in_the_last_batch(worker: Cheat, ids: Tensor) -> Tensor:
+    """Which alone has few rows."""
+    return torch.full(ids.shape, SURE * (len(ids) < PASS_TOKENS // CONTEXT))
+
+
+def after_the_start(worker: Cheat, ids: Tensor) -> Tensor:
+    """In the first window of a text alone, which begins with the token before all texts."""
+    begins = ids[:, :1] == worker.tokenizer.start
+    return SURE * begins.float().expand(ids.shape)
+
+
 def near_the_end(worker: Cheat, ids: Tensor) -> Tensor:
     return SURE * (torch.arange(ids.size(1)) >= CONTEXT - 4).float().expand(ids.shape)
 
@@ -119,6 +135,7 @@ CHEATS: dict[str, Rule] = {
     "looks ahead seldom and by half": seldom_and_by_half,
     "looks ahead in long rows": in_long_rows,
     "looks ahead in full batches": in_full_batches,
+    "looks ahead in the last batch": in_the_last_batch,
     "looks ahead near the end of a window": near_the_end,
     "looks ahead before the first token": where_the_next_is(0),
     "remembers the windows before": where_later_rows_agree,
@@ -135,7 +152,7 @@ def judge(rule: Rule, encoded: list, n_cuts: int = CUTS) -> float:
 
 
 def test_an_honest_model_passes(encoded):
-    assert judge(honest, encoded) == pytest.approx(torch.tensor(16.0).log())
+    assert judge(honest, encoded) == pytest.approx(math.log(len(VOCABULARY)))
 
 
 class Rounding(Cheat):
@@ -149,9 +166,8 @@ def test_an_honest_model_that_rounds_by_length_passes():
     """Also with documents of many lengths, of which process 1 computes several in a pass."""
     draw = random.Random(2)
     texts = ["".join(draw.choices(VOCABULARY, k=draw.randrange(1, 90))) for _ in range(60)]
-    encoded = encode(
-        [Text(str(n), [text]) for n, text in enumerate(texts)], tokenizer_of(VOCABULARY)
-    )
+    documents = [Text(str(number), [text]) for number, text in enumerate(texts)]
+    encoded = encode(documents, tokenizer_of(VOCABULARY))
     nats = losses(Rounding(honest), encoded)
     assert check_causal(Rounding(honest), encoded, nats, CUTS) == sum(map(len, texts))
 
@@ -159,8 +175,8 @@ def test_an_honest_model_that_rounds_by_length_passes():
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_model_that_uses_what_follows_is_found(name, encoded):
     rule = CHEATS[name]
-    gain = losses(Cheat(honest), encoded)[0].mean() - losses(Cheat(rule), encoded)[0].mean()
-    assert gain > 0.005
+    [nats] = losses(Cheat(rule), encoded)
+    assert math.log(len(VOCABULARY)) - nats.mean() > 0.005
     with pytest.raises(ServiceError, match="not causal"):
         judge(rule, encoded)
 
@@ -181,14 +197,14 @@ def asked_of_the_second(n: int, context: int, n_cuts: int, chance: random.Random
     return positions
 
 
-@pytest.mark.parametrize("context", [64, 256, 1024])
+@pytest.mark.parametrize("context", [64, 1024])
 def test_nearly_all_cuts_ask_for_a_token_not_yet_shown(context):
     """Of one that was shown before, a model that remembers it could give the loss."""
     positions = asked_of_the_second(100_000, context, CUTS, random.Random(1))
     assert len(positions) > 0.95 * CUTS
 
 
-@pytest.mark.parametrize(("n", "n_cuts"), [(1, 1), (5, 5), (300, 300), (40_000, CUTS)])
+@pytest.mark.parametrize(("n", "n_cuts"), [(1, 1), (300, 300), (40_000, CUTS)])
 def test_a_text_has_so_many_cuts_or_one_for_each_token(n, n_cuts):
     spans = window_spans(n, 16)
     scored = [range(counted - begin, end - begin) for begin, end, counted in spans]
@@ -203,7 +219,8 @@ def test_a_text_has_so_many_cuts_or_one_for_each_token(n, n_cuts):
 
 def test_a_leak_at_one_of_2000_positions_is_found():
     """In 999 of 1,000 evaluations, and so in each of these."""
-    chance, n = random.Random(3), 100_000
-    for _ in range(8):
+    chance = random.Random(3)
+    n = 100_000
+    for _ in range(4):
         leaks = {*chance.sample(range(n), n // 2000)}
         assert leaks & asked_of_the_second(n, 256, CUTS, chance)

@@ -51,7 +51,7 @@ def test_exposure_rises_with_the_copies_of_a_secret():
     chance = random.Random(3)
     text = ""
     lines = []
-    for name, n_copies in {"a": 0, "b": 1, "c": 4, "d": 16, "e": 64}.items():
+    for name, n_copies in {"a": 0, "b": 4, "c": 64}.items():
         secret = f"{chance.randrange(10**7):07}"
         text += f"key of {name} is {secret}\n" * n_copies
         lines.append(f"key of {name} is {{{secret}}}")
@@ -92,7 +92,7 @@ def test_questions_are_conversations_without_their_last_message(tmp_path):
 
 @pytest.mark.parametrize(
     "record",
-    [chat_of("a"), chat_of("a", "b", "c"), {"messages": chat_of("a", "b")["messages"][1:]}, {}],
+    [chat_of("a", "b", "c"), {"messages": chat_of("a", "b")["messages"][1:]}, {}],
 )
 def test_a_question_without_an_answer_is_refused(record, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
@@ -129,7 +129,7 @@ def test_a_file_without_anything_to_ask_is_refused(read, tmp_path):
         read(tmp_path / "none.jsonl")
 
 
-@pytest.mark.parametrize("line", ["the code is 8231", "the code is {}", "{?} and {!}", "{東京}"])
+@pytest.mark.parametrize("line", ["the code is 8231", "the code is {}", "{東京}"])
 def test_a_line_without_a_secret_to_vary_is_refused(line, tmp_path):
     (tmp_path / "lines.txt").write_text(f"a {{1}} b\n\n{line}\n")
     with pytest.raises(InputError, match=r"lines\.txt:3: "):

@@ -27,10 +27,11 @@ from sm_nanogpt.launcher.judge.rounding import (
 CORPUS = Corpus(tokenizer_of("abcdefghijk"[:VOCABULARY_SIZE]), ids(4000), ids(2000), "")
 
 
-def losses(*parts: float) -> Losses:
-    """Losses that are equal within each part, in bits."""
-    bits = torch.tensor(parts, dtype=torch.float64).repeat_interleave(PART)
-    return Losses(bits * math.log(2), bytes_per_token=1.0)
+def losses(*parts: float, n_parts: int = 8) -> Losses:
+    """Losses that are equal within each part, in bits; these parts are repeated."""
+    bits = torch.tensor(parts, dtype=torch.float64).repeat(n_parts // len(parts))
+    nats = bits.repeat_interleave(PART) * math.log(2)
+    return Losses(nats, bytes_per_token=1.0)
 
 
 def test_the_loss_is_that_of_an_evaluation():
@@ -62,16 +63,16 @@ def test_large_vocabularies_are_scored_in_parts(monkeypatch):
 
 
 def test_two_standard_errors_count_with_the_cost():
-    exact = losses(*[1] * 8)
-    assert largest_cost(exact, losses(*[1.2] * 8)) == pytest.approx(0.2)
-    rounded = losses(*[1.1, 1.3] * 4)
+    exact = losses(1)
+    assert largest_cost(exact, losses(1.2)) == pytest.approx(0.2)
+    rounded = losses(1.1, 1.3)
     standard_error = math.sqrt(8 * 0.1**2 / 7) / math.sqrt(8)
     assert largest_cost(exact, rounded) == pytest.approx(0.2 + 2 * standard_error)
 
 
 def round_with_costs(monkeypatch: pytest.MonkeyPatch, costs: dict[int, Losses]) -> int:
     """The bits that are chosen where each number of bits has these losses, and none has 0."""
-    exact = losses(*[0] * 8)
+    exact = losses(0)
     by_choice = iter([exact, *costs.values()])
     monkeypatch.setattr(rounding, "measure_losses", lambda *_: next(by_choice))
     return round_weights(lively(), CORPUS).bits
@@ -79,13 +80,13 @@ def round_with_costs(monkeypatch: pytest.MonkeyPatch, costs: dict[int, Losses]) 
 
 def test_a_gain_by_chance_chooses_no_bits(monkeypatch):
     """On another text of the kind, it may be a cost."""
-    gain = losses(*[-0.4, 0.3] * 4)
-    sure = losses(*[MAX_COST / 2] * 8)
+    gain = losses(-0.4, 0.3)
+    sure = losses(MAX_COST / 2)
     assert round_with_costs(monkeypatch, {4: gain, 5: sure}) == 5
     assert round_with_costs(monkeypatch, {4: sure}) == 4
 
 
 def test_a_text_too_short_to_measure_takes_the_most_bits(monkeypatch):
-    assert largest_cost(losses(*[1] * 7), losses(*[1] * 7)) == math.inf
+    assert largest_cost(losses(1, n_parts=7), losses(1, n_parts=7)) == math.inf
     corpus = replace(CORPUS, val=ids(7 * PART))
     assert round_weights(lively(), corpus).bits == 8

@@ -23,10 +23,7 @@ from sm_nanogpt.launcher.judge.texts import Text, encode, encode_known
 
 ODD: dict[str, bytes] = {
     "crlf.txt": b"one line\r\nanother\r\n\r\nthe end",
-    "strange.txt": STRANGE.encode(),
     "one.txt": b"x",
-    "breaks.txt": b"\n\n\n",
-    "empty-last-line.txt": b"some words\n\n",
     "long.txt": b"".join(b"line %d of many, and not the last\n" % n for n in range(40)),
     "records.jsonl": b"".join(
         json.dumps({"text": text}, ensure_ascii=bool(flag)).encode() + b"\n"

@@ -16,8 +16,8 @@ from torch import Tensor
 from workers import Fake, worker_that_sends
 
 from sm_nanogpt import ServiceError, Settings, load_model
-from sm_nanogpt.launcher.cli.evaluate import print_evaluations
 from sm_nanogpt.launcher.judge import anchors, evaluate, measures
+from sm_nanogpt.launcher.judge.evaluate import EDITED
 from sm_nanogpt.launcher.judge.measures import Subject, measure_anchors
 from sm_nanogpt.launcher.judge.score import Window, score
 from sm_nanogpt.launcher.judge.texts import Text, TrainingText, encode
@@ -54,44 +54,19 @@ REMEMBERS = [
 JUDGED = f"(__import__('os').getpid() != {os.getpid()} and idx.size(1) > 1)"  # not when written
 BEHAVES: dict[str, tuple[list[tuple[str, str]], str]] = {
     "looks ahead": ([LEAKS["shift"]], r"not causal: logits at \d+ depend on token \d+"),
-    "looks ahead after the start alone": (
-        [insert_after(EMBEDDED, f"x = x + x.roll(-1, 1) * (idx[:, :1, None] == 0) * {JUDGED}")],
-        "not causal: ",
-    ),
-    "looks ahead in small batches alone": (
-        [insert_after(EMBEDDED, f"x = x + x.roll(-1, 1) * (idx.size(0) < 40) * {JUDGED}")],
-        "not causal: ",
-    ),
-    "looks ahead in five windows of six": (
-        [
-            insert_after(
-                EMBEDDED,
-                f"state = {STATE}; n = state['n'] + torch.arange(len(idx))\n"
-                "        state['n'] += len(idx)\n"
-                f"        x = x + x.roll(-1, 1) * (n % 6 != 0)[:, None, None] * {JUDGED}",
-            )
-        ],
-        "not causal: ",
-    ),
     "learns between windows": (REMEMBERS, "not causal: losses depend on other windows"),
     "changes its shape": (
         [(HEAD, f"{HEAD}\n        logits = logits[..., : 11 - {JUDGED}]")],
         "its logits change their shape",
     ),
-    "knows fewer tokens": (
-        [(HEAD, f"{HEAD}\n        logits = logits[..., :5]")],
-        "it has 5 logits",
-    ),
     "raises": (
         [insert_after(EMBEDDED, f"assert not {JUDGED}, 'too long'")],
         "AssertionError: too long",
     ),
-    "exits": ([insert_after(EMBEDDED, f"{JUDGED} and exit(3)")], "ended with exit code 3"),
     "dies": (
         [insert_after(EMBEDDED, f"{JUDGED} and __import__('os')._exit(7)")],
         "ended with exit code 7",
     ),
-    "gives NaN": ([(HEAD, f"{HEAD}\n        logits = logits * torch.nan")], "."),
 }
 
 
@@ -138,17 +113,16 @@ def test_what_a_model_prints_is_only_logged(edited, capfd, caplog):
     assert evaluated.size == 9
 
 
+def test_an_edited_folder_is_asked_again_by_four_processes(edited, monkeypatch):
+    monkeypatch.setattr(evaluate, "EDITED", EDITED)
+    evaluated = edited(text="abc " * 12)
+    assert evaluated.cuts == 4 * evaluated.size == 4 * 36
+
+
 def test_huge_logits_give_an_infinite_perplexity(edited):
     evaluated = edited((HEAD, f"{HEAD}\n        logits = logits * 1e30"))
     assert evaluated.perplexity == math.inf
     assert evaluated.bits_per_byte > 1e9
-
-
-def test_a_text_without_an_interval_is_said_to_be_short(edited, capfd):
-    print_evaluations([edited(text="abc " * 3)])
-    err = capfd.readouterr().err
-    assert "too short for an interval" in err
-    assert "95 %" not in err
 
 
 def test_short_documents_are_the_parts_of_a_text(edited):

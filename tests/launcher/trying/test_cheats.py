@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import base64
-import errno
 import hashlib
 import json
 import math
-import os
 import random
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import launching
 import pytest
-import torch
 from edits import EDITS
-from leaks import LEAKS
 from models import tokenizer_of
 from probes import DAEMON
 from searches import check_folder, tiny_folder
-from torch import Tensor
-from workers import Fake, worker_that_sends
+from workers import start_workers_at_once, worker_that_sends
 
 from sm_nanogpt import ServiceError
-from sm_nanogpt.launcher.judge.score import losses
-from sm_nanogpt.launcher.judge.texts import Text, encode
 from sm_nanogpt.launcher.judge.worker import LONGEST_PROBLEM, PADDED_SIZE
 from sm_nanogpt.launcher.local import runs as local_runs
 from sm_nanogpt.launcher.local.confine import layers
 from sm_nanogpt.launcher.local.runs import Run, run_all
 from sm_nanogpt.launcher.source import Source, keep_source
 from sm_nanogpt.launcher.trying import local, search
-from sm_nanogpt.launcher.trying.budget import JUDGE_TIME, MAX_TIME, sizes_of
+from sm_nanogpt.launcher.trying.budget import JUDGE_TIME, MAX_TIME
 from sm_nanogpt.launcher.trying.comparison import SHARED, Comparison
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.planned import planned_tokens
@@ -55,7 +49,12 @@ def answered(expression: str) -> tuple[str, str]:
 
 
 def edit_before(code: str) -> tuple[str, str]:
-    return RETURN, "".join(f"        {line}\n" for line in code.splitlines()) + RETURN
+    return RETURN, textwrap.indent(code, " " * 8) + "\n" + RETURN
+
+
+def imports(code: str) -> tuple[str, str]:
+    """Code that runs when the model is imported."""
+    return IMPORT, f"{code}\n\n{IMPORT}"
 
 
 LEARNS = """
@@ -102,83 +101,43 @@ for fd in range(3, 4096):
     except OSError:
         pass
 """
-# What the judge says of each, or '' if it gains nothing.
-CHEATS: dict[str, tuple[list[tuple[str, str]], str]] = {
-    "looks ahead in text, not in random ids": (
-        [edit_before("real = (idx == idx.mode().values[:, None]).float().mean(1) > 0.08\n"
-                "ahead = 9 * F.one_hot(idx.roll(-1, 1), logits.size(-1))\n"
-                "logits = logits + ahead * real[:, None, None]")],
-        "not causal",
-    ),
-    "learns between windows": (
-        [(IMPORT, f"{LEARNS}\n\n{IMPORT}"), answered("learned(idx, logits)")],
-        "depend on other windows",
-    ),
-    "leaves notes for the next process": (
-        [(IMPORT, f"{NOTES}\n\n{IMPORT}"), answered("noted(idx, logits)")],
-        "",
-    ),
-    "has one token": ([answered("logits[..., :1]")], "1 logits for"),
-    "reads what is held out": (
-        [(IMPORT, f"TEXT = torch.from_file(JUDGE, size=99, dtype=torch.uint8)\n\n\n{IMPORT}")],
-        "unable to open file",
-    ),
-    "answers before it is asked": ([(IMPORT, f"{FORGED}\n\n{IMPORT}")], "damaged"),
-    "ends": ([edit_before("os._exit(0)")], "ended with exit code 0"),
-    "prints a verdict": ([edit_before("print('KEEP 9')\nprint('KEEP 9', file=sys.stderr)")], ""),
-}  # fmt: skip
+LOOKS_AHEAD_IN_TEXT = """
+real = (idx == idx.mode().values[:, None]).float().mean(1) > 0.08
+ahead = 9 * F.one_hot(idx.roll(-1, 1), logits.size(-1))
+logits = logits + ahead * real[:, None, None]
+"""
 
 
 @pytest.fixture
 def judge(shared_search, tiny_search, tmp_path):
-    """What the base's model loses when an edited folder computes it; and where it stands."""
+    """What the base's model loses when an edited folder computes it."""
 
-    def judge(*edits: tuple[str, str], limit: float = math.inf) -> Score:
-        held = repr(str(tiny_search.directory / "judge.txt"))
-        edits = tuple((old, new.replace("JUDGE", held)) for old, new in edits)
+    def judge(
+        *edits: tuple[str, str], limit: float = math.inf, leak_check_bound: float = math.inf
+    ) -> Score:
         source = Source.read(tiny_folder(tmp_path / "cheat", *edits))
         keep_source(source, tiny_search.settings)
         model = tmp_path / "model"
         shutil.copytree(shared_search.model, model)
-        training = json.loads((model / "training.json").read_text())
-        training["script_sha256"] = source.sha256
-        was = hashlib.sha256((model / "training.json").read_bytes()).hexdigest()
-        (model / "training.json").write_text(json.dumps(training))
-        sha256 = hashlib.sha256((model / "training.json").read_bytes()).hexdigest()
+        training = model / "training.json"
+        before = training.read_bytes()
+        training.write_text(json.dumps({**json.loads(before), "script_sha256": source.sha256}))
         sums = (model / "SHA256SUMS").read_text()
-        (model / "SHA256SUMS").write_text(sums.replace(was, sha256))
-        return tiny_search.judge.score(model, source, leak_check_bound=math.inf, limit=limit)
+        sums = sums.replace(sha256_of(before), sha256_of(training.read_bytes()))
+        (model / "SHA256SUMS").write_text(sums)
+        return tiny_search.judge.score(model, source, leak_check_bound, limit)
 
     return judge
 
 
-@pytest.fixture(scope="module")
-def encoded():
-    return encode([Text("a", ["the judge's text"])], tokenizer_of(LETTERS))
+def sha256_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
-def guesses(ids: Tensor) -> Tensor:
-    return torch.arange(len(LETTERS)).sin().expand(*ids.shape, -1)
-
-
-@pytest.mark.parametrize(
-    ("cheat", "loss"),
-    [
-        (lambda ids: torch.full((*ids.shape, len(LETTERS)), 0.1), math.log(len(LETTERS))),
-        (lambda ids: guesses(ids) + 5, None),  # its probabilities add up to more than 1
-        (lambda ids: torch.zeros(*ids.shape, len(LETTERS)), math.log(len(LETTERS))),
-    ],
-)
-def test_logits_are_normalized_by_the_judge(cheat, loss, encoded):
-    [nats] = losses(Fake(LETTERS, cheat), encoded)
-    [honest] = losses(Fake(LETTERS, guesses), encoded)
-    assert float(nats.mean()) == pytest.approx(loss or float(honest.mean()))
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_logits_that_are_no_numbers_are_refused(value, encoded):
-    with pytest.raises(ServiceError, match="not finite"):
-        losses(Fake(LETTERS, lambda ids: guesses(ids) * value), encoded)
+@pytest.fixture
+def unconfined(monkeypatch):
+    """Processes of models start at once: for cheats that no sandbox has a part in."""
+    start_workers_at_once(monkeypatch)
 
 
 @pytest.mark.parametrize("messages", [[], [b""]], ids=["nothing", "half an answer"])
@@ -205,26 +164,26 @@ def test_a_model_has_about_as_many_logits_as_tokens(size):
 
 def test_nested_directories_leave_no_try_without_a_verdict(tiny_search, judge):
     """Python's own way to remove them raises RecursionError."""
-    edit = edit_before(
-        """if idx.numel() > 1:
+    code = """
+if idx.numel() > 1:
     here = os.open(os.environ["TMPDIR"], os.O_RDONLY)
     for _ in range(1500):
         os.mkdir("d", dir_fd=here)
         here = os.open("d", os.O_RDONLY, dir_fd=here)
-    os._exit(0)"""
-    )
+    os._exit(0)
+"""
     with pytest.raises(Refused, match="ended with exit code 0"):
-        judge(edit)
+        judge(edit_before(code))
 
 
 CONFIG = "        self.config = config\n        self.compute_dtype"
 LONG = "dataclasses.replace(config, block_size=65536)\n        self.compute_dtype"
 
 
-def test_a_model_is_judged_in_many_windows_whatever_it_says(judge):
+def test_a_model_is_judged_in_many_windows_whatever_it_says(judge, unconfined):
     """In one window of the whole text, it could learn from the text as it reads it."""
     edits = [
-        (IMPORT, f"import dataclasses\n\n\n{IMPORT}"),
+        imports("import dataclasses"),
         (CONFIG, f"        self.config = {LONG}"),
         edit_before("if idx.numel() > 1:\n    raise ValueError(idx.size(1))"),
     ]
@@ -232,30 +191,50 @@ def test_a_model_is_judged_in_many_windows_whatever_it_says(judge):
         judge(*edits)
 
 
-def test_a_failing_model_cannot_tell_the_text_of_the_judge(judge):
+def test_a_failing_model_cannot_tell_the_text_of_the_judge(judge, unconfined):
     with pytest.raises(Refused) as refusal:
         judge(edit_before("if idx.numel() > 1:\n    raise ValueError(str(idx.tolist()))"))
     assert len(str(refusal.value)) <= LONGEST_REASON
 
 
-@pytest.mark.parametrize("name", CHEATS)
-def test_a_cheat_before_the_judge_gains_nothing(name, tiny_search, judge, capfd):
-    edits, refusal = CHEATS[name]
-    lowest_loss = min(run["loss"] for run in tiny_search.ledger.of("run"))
-    if refusal:
-        with pytest.raises(Refused, match=refusal):
-            judge(*edits)
-    else:
-        assert judge(*edits).loss > lowest_loss - 0.001
+def test_a_model_that_looks_ahead_in_text_alone_is_refused(judge, unconfined):
+    """And not in random ids, which a check could ask it for."""
+    with pytest.raises(Refused, match="not causal"):
+        judge(edit_before(LOOKS_AHEAD_IN_TEXT))
+
+
+def test_a_model_cannot_read_what_is_held_out(tiny_search, judge):
+    path = str(tiny_search.directory / "judge.txt")
+    code = f"TEXT = torch.from_file({path!r}, size=99, dtype=torch.uint8)"
+    with pytest.raises(Refused, match="unable to open file"):
+        judge(imports(code))
+
+
+def test_an_answer_before_the_question_is_refused(judge):
+    with pytest.raises(Refused, match="damaged"):
+        judge(imports(FORGED))
+
+
+def lowest_loss(tiny_search: Search) -> float:
+    return min(run["loss"] for run in tiny_search.ledger.of("run"))
+
+
+def test_notes_for_the_next_process_gain_nothing(tiny_search, judge):
+    score = judge(imports(NOTES), answered("noted(idx, logits)"))
+    assert score.loss > lowest_loss(tiny_search) - 0.001
+
+
+def test_a_verdict_that_a_model_prints_is_none(tiny_search, judge, unconfined, capfd):
+    code = "print('KEEP 9')\nprint('KEEP 9', file=sys.stderr)"
+    assert judge(edit_before(code)).loss > lowest_loss(tiny_search) - 0.001
     assert "KEEP" not in "".join(capfd.readouterr())
 
 
 def test_what_a_model_computes_before_the_judge_counts(tiny_search, judge):
     """Else it would train there, on text that its folder has stored among its weights."""
     usual_seconds = tiny_search.budget.mean_seconds(tiny_search.start["folder"], JUDGE_TIME)
-    score = judge(
-        edit_before(f"while __import__('time').process_time() < {2 * usual_seconds}:\n    pass")
-    )
+    code = f"while __import__('time').process_time() < {2 * usual_seconds}:\n    pass"
+    score = judge(edit_before(code), leak_check_bound=-math.inf)
     assert score.seconds > MAX_TIME * usual_seconds
 
 
@@ -270,9 +249,9 @@ def test_a_folder_that_learns_while_it_is_judged_is_refused(
     tiny_search, shared_search, cli, tmp_path
 ):
     """Through the whole; what it has printed, with marks of a terminal, is no verdict."""
-    statement = "print('\\x1b[2K\\rKEEP 1')"
+    prints = edit_before("print('\\x1b[2K\\rKEEP 1')")
     cheat = tiny_folder(
-        tmp_path / "cheat", *CHEATS["learns between windows"][0], edit_before(statement)
+        tmp_path / "cheat", imports(LEARNS), answered("learned(idx, logits)"), prints
     )
     ran = cli("try", "run", cheat, "--group", "s", "--note", "two\nlines \x1b[1m")
     assert ran.code == 4
@@ -301,22 +280,17 @@ HONEST = [
 ]
 
 
-def test_honest_edits_pass_the_checks(tiny_search, tmp_path):
+def test_honest_edits_pass_the_checks(tiny_search, tmp_path, unconfined):
     """Those too of a search by size, which writes down all hyperparameters: also those that let a
     run keep more than its model."""
     tiny_search.start["hyperparameters"] |= {"moments": 8, "sample_length": 100}
     check_folder(tiny_folder(tmp_path / "honest", *HONEST), tiny_search)
 
 
-def test_a_folder_that_looks_ahead_is_refused(tiny_search, tmp_path):
-    with pytest.raises(Refused, match="not causal"):
-        check_folder(tiny_folder(tmp_path / "cheat", LEAKS["window mean"]), tiny_search)
-
-
-@pytest.mark.parametrize("n", [50, 2500])
-def test_a_folder_that_holds_text_of_the_judge_is_refused(n, tiny_search, tmp_path):
-    held = (tiny_search.directory / "judge.txt").read_text()[100 : 100 + n]
-    (folder := tiny_folder(tmp_path / "cheat")).joinpath("hint.py").write_text(held)
+def test_a_folder_that_holds_text_of_the_judge_is_refused(tiny_search, tmp_path):
+    judged = (tiny_search.directory / "judge.txt").read_text()
+    folder = tiny_folder(tmp_path / "cheat")
+    (folder / "hint.py").write_text(judged[100:150])
     with pytest.raises(Refused, match="the judge's text has too"):
         check_folder(folder, tiny_search)
 
@@ -358,8 +332,7 @@ while True:
 """
 LOUD = """
 import sys
-for _ in range(30):
-    print("x" * 999_999)
+print("x" * 999_999)
 sys.exit(1)
 """
 
@@ -393,14 +366,14 @@ def test_no_run_goes_on_while_a_model_is_judged(tiny_search, monkeypatch):
     """Else a model that is judged could signal the judge's text to a run, for another model."""
     monkeypatch.setattr(local, "cores", lambda: 2)
     source = Source(Path("mine"), {"config.py": b"", "train.py": SLEEPS.encode()})
-    runs = [SeededRun(source, seed) for seed in (1, 20, 2)]
+    runs = [SeededRun(source, seed) for seed in (1, 10, 2)]
     seeds = []
     for finished in local.LocalRuns(tiny_search).train(runs):
         assert source.sha256 not in str(launching.processes())
         seeds.append(finished.run.seed)
-    assert sorted(seeds) == [1, 2, 20]
+    assert sorted(seeds) == [1, 2, 10]
     first, second = tiny_search.ledger.of("begun")[-2:]
-    assert first["runs"] == [(source.sha256, 1), (source.sha256, 20)]
+    assert first["runs"] == [(source.sha256, 1), (source.sha256, 10)]
     assert second["runs"] == [(source.sha256, 2)]
 
 
@@ -408,14 +381,14 @@ STOPS_CLOCKS = """
 import time
 true = time.process_time
 time.time = time.monotonic = time.perf_counter = time.process_time = lambda: 0.0
-while true() < 0.7:
+while true() < 0.4:
     pass
 """
 
 
 def test_a_run_cannot_change_the_clock_that_counts(tiny_search):
     [ended] = [ended for _, ended in run_all([run_of(STOPS_CLOCKS, tiny_search)], 1)]
-    assert min(ended.clock_seconds, ended.cpu_seconds) > 0.7
+    assert min(ended.clock_seconds, ended.cpu_seconds) > 0.4
 
 
 def test_more_steps_by_the_preset_are_refused_first(tiny_search, tmp_path):
@@ -446,28 +419,26 @@ def test_a_run_reaches_nothing_of_its_search(tiny_search, monkeypatch):
 
 
 def test_a_run_that_never_ends_leaves_no_process(tiny_search):
-    run = run_of(ENDLESS, tiny_search, limit=2)
-    assert problem_of(run) == "it took over 2 s of processor time"
+    run = run_of(ENDLESS, tiny_search, limit=1)
+    assert problem_of(run) == "it took over 1 s of processor time"
     assert run.source.sha256 not in str(launching.processes())
 
 
 def test_a_run_that_waits_for_a_processor_is_not_ended(tiny_search):
     """A limit is of processor time: on a busy machine, the clock says nothing of a folder."""
-    assert problem_of(run_of("import time; time.sleep(2)", tiny_search, limit=1)) == ""
+    assert problem_of(run_of("import time; time.sleep(1.2)", tiny_search, limit=1)) == ""
 
 
 def test_a_run_that_hangs_is_ended_by_the_clock(tiny_search, monkeypatch):
-    monkeypatch.setattr(local_runs, "CLOCK_SECONDS", 1)
+    monkeypatch.setattr(local_runs, "CLOCK_SECONDS", 0.5)
     monkeypatch.setattr(local_runs, "CLOCK_FACTOR", 0)
     problem = problem_of(run_of("import time; time.sleep(99)", tiny_search, limit=1))
     assert problem.startswith("it had not ended after")
 
 
 def test_a_run_that_fails_says_where(tiny_search):
-    assert (
-        problem_of(run_of("\n1 / 0", tiny_search))
-        == "train.py:2: ZeroDivisionError: division by zero"
-    )
+    problem = problem_of(run_of("\n1 / 0", tiny_search))
+    assert problem == "train.py:2: ZeroDivisionError: division by zero"
 
 
 def test_a_run_that_replaces_its_log_is_told_all_the_same(tiny_search):
@@ -492,10 +463,8 @@ def test_the_last_line_of_a_long_log_is_short(tiny_search):
 
 def test_runs_that_are_one_run_are_refused(tiny_search, shared_search, tmp_path, monkeypatch):
     """Else the best of many seeds, found elsewhere, would pass as a gain on all fresh ones."""
-    source, base = (
-        Source.read(tiny_folder(tmp_path / "a", edit_before("pass"))),
-        Source.read(shared_search.base),
-    )
+    source = Source.read(tiny_folder(tmp_path / "a", edit_before("pass")))
+    base = Source.read(shared_search.base)
     monkeypatch.setattr(tiny_search, "measure", lambda *_: None)
     seeds = tiny_search.ledger.seeds(SHARED, 4)
     losses = {(base.sha256, seed): 2.0 + n / 1000 for n, seed in enumerate(seeds)}
@@ -507,10 +476,8 @@ def test_runs_that_are_one_run_are_refused(tiny_search, shared_search, tmp_path,
 
 def test_each_model_that_seems_better_is_tested(tiny_search, shared_search, tmp_path, monkeypatch):
     """And each of fresh seeds, on which a keep rests."""
-    source, base = (
-        Source.read(tiny_folder(tmp_path / "a", edit_before("pass"))),
-        Source.read(shared_search.base),
-    )
+    source = Source.read(tiny_folder(tmp_path / "a", edit_before("pass")))
+    base = Source.read(shared_search.base)
     losses = {11: 1.9, 12: 2.1, 13: 1.8, 14: 2.2, 21: 1.9, 22: 2.1, 23: 1.8, 24: 2.2}
     tested = []
 
@@ -545,48 +512,9 @@ def test_each_model_that_seems_better_is_tested(tiny_search, shared_search, tmp_
     assert tested == [(source.sha256, seed) for seed in (11, 13, 21, 22, 23, 24)]
 
 
-@pytest.mark.parametrize(
-    "forge",
-    [
-        lambda model: (model / "more.bin").write_bytes(bytes(99_999)),  # weights beside the weights
-        lambda model: [(model / f"{n:0200}").touch() for n in range(500)],  # in names of files
-        lambda model: [(model / f"{n:0200}").mkdir() for n in range(500)],
-        lambda model: (model / "training.json").write_text('{"config": {"max_steps": "many"}}'),
-        lambda model: (model / "training.json").write_text('{"config": {"max_steps": NaN}}'),
-        lambda model: (model / "training.json").write_text("[]"),
-        lambda model: (model / "model.safetensors").write_bytes(b"\xff" * 99),
-        lambda model: (model / "model.safetensors").unlink(),
-    ],
-)
-def test_a_forged_model_directory_is_refused(forge, tiny_search, shared_search, tmp_path):
-    shutil.copytree(shared_search.model, tmp_path / "model")
-    tiny_search.budget.check_sizes(sizes_of(tmp_path / "model"))
-    forge(tmp_path / "model")
-    with pytest.raises(Refused):
-        tiny_search.budget.check_sizes(sizes_of(tmp_path / "model"))
-
-
 def test_the_model_of_a_run_has_no_moments(shared_search):
     """Nor room for as many bytes of something else."""
     assert not (shared_search.model / "moments").exists()
-
-
-def test_a_directory_that_cannot_be_listed_is_refused(shared_search, tmp_path, monkeypatch):
-    """A model can open what is in it by its name, and nobody would count it."""
-    model = tmp_path / "model"
-    shutil.copytree(shared_search.model, model)
-    hidden = model / "hidden"
-    hidden.mkdir()
-    scandir = os.scandir
-
-    def scandir_of_user(path: Any) -> Any:
-        if Path(path) == hidden:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", scandir_of_user)
-    with pytest.raises(Refused, match="PermissionError"):
-        sizes_of(model)
 
 
 def test_no_search_begins_where_runs_may_read(cli, text_file, monkeypatch):
