@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import runs
 from sm_nanogpt import Request, entry_point
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import Source, keep_source
-from sm_nanogpt.launcher.trying import search
+from sm_nanogpt.launcher.trying import history, search
 from sm_nanogpt.launcher.trying.scoring import Judge, Score
 from sm_nanogpt.launcher.trying.search import Search
 from sm_nanogpt.launcher.trying.start import begin_search
@@ -52,6 +53,11 @@ def tiny_folder(path: Path, *edits: tuple[str, str]) -> Path:
     """A copy of the training folder whose preset `quick` is trained in a second."""
     runs.edited_folder(path, TINY, SHORT, *edits)
     return path
+
+
+def draw_same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = SimpleNamespace(randbelow=random.Random(1).randrange)
+    monkeypatch.setattr(history, "secrets", drawn)
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from types import SimpleNamespace
-
 import pytest
 import searches
-
-from sm_nanogpt.launcher.trying import history
 
 shared_search, tiny_search = searches.shared_search, searches.tiny_search  # fixtures
 
@@ -16,5 +11,4 @@ shared_search, tiny_search = searches.shared_search, searches.tiny_search  # fix
 @pytest.fixture
 def same_seeds(monkeypatch):
     """Seeds that are the same each time, so that verdicts of noise are."""
-    drawn = SimpleNamespace(randbelow=random.Random(1).randrange)
-    monkeypatch.setattr(history, "secrets", drawn)
+    searches.draw_same_seeds(monkeypatch)

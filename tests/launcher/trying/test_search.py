@@ -6,23 +6,27 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import launching
 import pytest
-from searches import edits_of, folder, gain_of
+from searches import draw_same_seeds, edits_of, folder, gain_of
 
 from sm_nanogpt import InputError, Request, ServiceError, entry_point
 from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.text import read_tokens, unsigned
+from sm_nanogpt.launcher.cli.search import visible
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import Source, keep_source
 from sm_nanogpt.launcher.trying import comparison, local, search
+from sm_nanogpt.launcher.trying.comparison import Comparison
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.refusal import Refused
 from sm_nanogpt.launcher.trying.runs import SeededRun, TriedRun
@@ -52,8 +56,7 @@ def score(self: Judge, model: Path, source: Source, leak_check_bound: float, lim
     return Score(2.0 - gain_of(source) + draw.gauss(0, 0.004), 3.0)
 
 
-@pytest.fixture
-def trained(monkeypatch, same_seeds):
+def replace_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """No real runs: what a folder loses stands in it."""
     monkeypatch.setattr(local, "LocalRuns", Trained)
     monkeypatch.setattr(Judge, "score", score)
@@ -62,8 +65,26 @@ def trained(monkeypatch, same_seeds):
 
 
 @pytest.fixture
-def started(cli, short_text_file, trained):
-    assert cli("try", "start", "plays", "--text", short_text_file, "--smallest-gain", "0.01").good
+def trained(monkeypatch, same_seeds):
+    replace_runs(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def begun_home(tmp_path_factory, short_text_file):
+    """The home of a search that has measured its base."""
+    home = tmp_path_factory.mktemp("begun") / "home"
+    with pytest.MonkeyPatch.context() as patch:
+        replace_runs(patch)
+        draw_same_seeds(patch)
+        request = Request(instance="local", preset="quick", data=str(short_text_file))
+        begin_search("plays", request, Settings(home=home), 0.01, None).measure_base()
+    return home
+
+
+@pytest.fixture
+def started(begun_home, home, cli, trained):
+    """The commands, in a copy of that home."""
+    shutil.copytree(begun_home, home)
     return cli
 
 
@@ -75,15 +96,6 @@ def seeds_of(home: Path, use: str) -> list[int]:
     """The seeds that were drawn for a use."""
     entries = [entry for entry in opened(home).ledger.of("seeds") if entry["use"] == use]
     return [seed for entry in entries for seed in entry["seeds"]]
-
-
-def test_a_note_of_any_bytes_is_kept_and_shown(started, tmp_path):
-    tried = folder(tmp_path / "b", 0.0001)
-    note = os.fsdecode(b"caf\xe9")  # as a command gets an argument
-    assert started("try", "run", str(tried), "--group", "plays", "--note", note).code == 3
-    [entry] = json.loads(started("try", "log", "plays", "--json").good.out)
-    assert entry["note"] == note
-    assert "caf" in started("try", "log", "plays").good.out
 
 
 def test_the_judges_text_is_in_nothing_that_runs_read(started, home, short_text_file):
@@ -99,7 +111,7 @@ def test_the_judges_text_is_in_nothing_that_runs_read(started, home, short_text_
 
 
 def test_a_better_folder_is_the_base_of_the_next_try(started, home, tmp_path):
-    ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    ran = started("try", "run", folder(tmp_path / "a", 0.05), "--group", "plays")
     assert ran.code == 0
     assert ran.out.startswith("KEEP 1 ")
     assert opened(home).ledger.base == Source.read(tmp_path / "a").sha256
@@ -119,28 +131,32 @@ HIDING = {
 
 
 @pytest.mark.parametrize("hidden", HIDING)
-def test_what_a_try_changed_is_shown_whatever_hides_it(started, tmp_path, hidden):
-    """Also in a pipe, as a pager or a program reads it."""
+def test_a_hidden_character_is_shown(hidden):
     characters = HIDING[hidden]
-    line = f"a = 1  # {characters} ok"
+    assert visible(f"a{characters}b\tc") == f"a{ascii(characters)[1:-1]}b\tc"
+
+
+def test_what_a_try_changed_is_shown_whatever_hides_it(started, tmp_path):
+    """Also in a pipe, as a pager or a program reads it."""
+    lines = [f"a = 1  # {characters} ok" for characters in HIDING.values()]
     tried = folder(tmp_path / "a", 0.0)
-    (tried / "extra.py").write_bytes(os.fsencode(f"{line}\n"))
-    started("try", "run", str(tried), "--group", "plays")
+    (tried / "extra.py").write_bytes(os.fsencode("\n".join(lines)))
+    started("try", "run", tried, "--group", "plays")
     output = started("try", "show", "1", "--group", "plays").good.out
-    assert f"+a = 1  # {ascii(characters)[1:-1]} ok\n" in output
+    for characters in HIDING.values():
+        assert f"+a = 1  # {ascii(characters)[1:-1]} ok\n" in output
     assert all(map(str.isprintable, output.splitlines()))
 
 
-@pytest.mark.parametrize("gain", [0.0, -0.05])
-def test_a_folder_that_gains_nothing_is_not_kept(started, home, tmp_path, gain):
+def test_a_folder_that_gains_nothing_is_not_kept(started, home, tmp_path):
     base_before = opened(home).ledger.base
-    ran = started("try", "run", str(folder(tmp_path / "a", gain)), "--group", "plays")
+    ran = started("try", "run", folder(tmp_path / "a", 0.0), "--group", "plays")
     assert ran.code == 3
     assert opened(home).ledger.base == base_before
 
 
 def test_a_kept_gain_is_told_by_fresh_seeds_alone(started, home, tmp_path):
-    started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    started("try", "run", folder(tmp_path / "a", 0.05), "--group", "plays")
     [entry] = opened(home).ledger.of("try")
     assert entry["fresh"] is True
     assert entry["low"] < -0.05 < entry["high"]
@@ -185,22 +201,12 @@ def test_a_try_that_is_killed_again_and_again_begins_anew(started, home, tmp_pat
     assert opened(home).ledger.losses[folder_hash, seed] > 1.5
 
 
-def test_each_use_of_seeds_has_its_own(started, home):
-    ledger = opened(home).ledger
-    a, b = ledger.seeds("a", 4), ledger.seeds("b", 8)
-    assert len({*a, *b, *seeds_of(home, search.SHARED)}) == 4 + 8 + search.BASE_SEEDS
-    assert ledger.seeds("a", 8)[:4] == a
-    assert ledger.seeds("b", 8) == b
-
-
-@pytest.mark.parametrize(("name", "limit"), [("parameters", 110), ("tokens", 1000)])
-def test_the_budget_is_that_of_the_first_folder(started, home, tmp_path, monkeypatch, name, limit):
-    sizes = {"parameters": 100, "tokens": 1000}
+def test_a_model_that_is_too_large_is_refused(started, home, tmp_path, monkeypatch):
+    sizes = {"parameters": 111, "tokens": 1000}  # those of the first folder are 100
     monkeypatch.setattr(search, "sizes_of", lambda model: sizes)
-    for n, fits in ((limit, True), (limit + 1, False)):
-        sizes[name] = n
-        source = Source.read(folder(tmp_path / str(n), 0.001 * n))
-        assert (opened(home).attempt(source, "")["verdict"] == "refused") is not fits
+    entry = opened(home).attempt(Source.read(folder(tmp_path / "a", 0.05)), "")
+    assert entry["verdict"] == "refused"
+    assert "1.11x the parameters" in entry["why"]
 
 
 def test_a_slow_folder_is_refused(started, home, tmp_path, monkeypatch):
@@ -210,23 +216,9 @@ def test_a_slow_folder_is_refused(started, home, tmp_path, monkeypatch):
             yield TriedRun(run, Path(f"x/{run.seed}"), seconds)
 
     monkeypatch.setattr(Trained, "train", slowly)
-    ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    ran = started("try", "run", folder(tmp_path / "a", 0.05), "--group", "plays")
     assert ran.code == 4
     assert "1.60x the time" in ran.out
-
-
-def test_a_folder_that_is_slow_for_some_seeds_is_refused(started, home, tmp_path, monkeypatch):
-    """Ten times as long for two seeds of five; the median would not show it."""
-
-    def sometimes_slowly(self: Trained, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
-        for n, run in enumerate(runs):
-            is_slow = "gain.py" in run.source.files and n % 5 < 2
-            yield TriedRun(run, Path(f"x/{run.seed}"), 100.0 if is_slow else 10.0)
-
-    monkeypatch.setattr(Trained, "train", sometimes_slowly)
-    ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
-    assert ran.code == 4
-    assert "x the time of the search's first folder" in ran.out
 
 
 def test_a_machine_that_is_busy_by_now_refuses_nobody(started, home, tmp_path, monkeypatch):
@@ -237,7 +229,7 @@ def test_a_machine_that_is_busy_by_now_refuses_nobody(started, home, tmp_path, m
             yield TriedRun(run, Path(f"x/{run.seed}"), 16.0)
 
     monkeypatch.setattr(Trained, "train", slowly)
-    ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    ran = started("try", "run", folder(tmp_path / "a", 0.05), "--group", "plays")
     assert ran.code == 0, ran.out
 
 
@@ -248,7 +240,7 @@ def test_a_folder_that_computes_before_the_judge_is_refused(started, home, tmp_p
         return Score(scored.loss, factor * scored.seconds)
 
     monkeypatch.setattr(Judge, "score", slow_score)
-    ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    ran = started("try", "run", folder(tmp_path / "a", 0.05), "--group", "plays")
     assert ran.code == 4
     assert "takes 1.40x the time before the judge" in ran.out
 
@@ -304,7 +296,7 @@ def test_a_keep_against_another_base_is_none(started, home, tmp_path, monkeypatc
 def test_the_gain_of_all_kept_tries_is_measured_anew(started, home, tmp_path):
     assert started("try", "log", "plays", "--gain", "8").failed(2, "nothing was kept")
     for name, gain in (("a", 0.03), ("b", 0.06)):
-        started("try", "run", str(folder(tmp_path / name, gain)), "--group", "plays")
+        started("try", "run", folder(tmp_path / name, gain), "--group", "plays")
     ran = started("try", "log", "plays", "--gain", "8").good
     [entry] = opened(home).ledger.of("gain")
     assert entry["low"] < -0.06 < entry["high"]
@@ -317,7 +309,7 @@ class Waiting(Exception):
 
 def test_a_gain_waits_for_another_command(started, home, tmp_path, monkeypatch):
     """No run trains while a model is judged: the model could signal to it what the text is."""
-    started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    started("try", "run", folder(tmp_path / "a", 0.05), "--group", "plays")
 
     def log(line: str) -> None:
         if "another command uses this search" in line:
@@ -329,22 +321,22 @@ def test_a_gain_waits_for_another_command(started, home, tmp_path, monkeypatch):
 
 
 def test_the_log_lists_each_try(started, tmp_path):
-    for name, gain in (("a", 0.05), ("b", 0.0)):
-        arguments = ("--group", "plays", "--note", f"idea {name}")
-        started("try", "run", str(folder(tmp_path / name, gain)), *arguments)
+    notes = ["idea a", os.fsdecode(b"caf\xe9")]  # as a command gets an argument of any bytes
+    for note, gain in zip(notes, (0.05, 0.0), strict=True):
+        tried = folder(tmp_path / f"{gain}", gain)
+        started("try", "run", tried, "--group", "plays", "--note", note)
     ran = started("try", "log", "plays", "--verify").good
-    assert [line.split()[:2] for line in ran.out.splitlines()[1:]] == [
-        ["1", "kept"],
-        ["2", "no"],
-    ]
-    assert "idea b" in ran.out
+    first, second = ran.table
+    assert (first["TRY"], first["VERDICT"]) == ("1", "kept")
+    assert (second["TRY"], second["VERDICT"]) == ("2", "no better")
+    assert "caf" in second["NOTE"]
     entries = json.loads(started("try", "log", "plays", "--json").good.out)
-    assert [entry["note"] for entry in entries] == ["idea a", "idea b"]
+    assert [entry["note"] for entry in entries] == notes
 
 
 def test_a_try_says_how_many_runs_it_takes_and_how_long(started, tmp_path):
     """Of 10 seconds each, two at a time, and 3 before the judge."""
-    ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    ran = started("try", "run", folder(tmp_path / "a", 0.05), "--group", "plays")
     lines = ran.good.err.splitlines()
     assert lines[0] == (
         "4 to 8 pairs of shared seeds, and if it looks better up to 8 of fresh ones:"
@@ -371,7 +363,7 @@ def test_a_try_that_runs_is_in_the_log_and_can_be_shown(started, home, tmp_path)
 
 
 def test_a_gain_that_is_measured_is_no_try(started, home, tmp_path):
-    started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    started("try", "run", folder(tmp_path / "a", 0.05), "--group", "plays")
     running = opened(home)
     ledger = running.ledger
     assert ledger.base != ledger.start["folder"]
@@ -392,7 +384,6 @@ def test_a_gain_that_is_measured_is_no_try(started, home, tmp_path):
         (("start", "new", "--smallest-gain", "0.001"), "must be at least 0.002 nats"),
         (("start", "new", "--ceiling", "0", "--instance", "ml.g5.xlarge"), "more than 0"),
         (("log", "other"), "plays"),
-        (("show", "1", "--group", "plays"), "no try 1"),
         (("run", "nowhere", "--group", "plays"), "nowhere"),
     ],
 )
@@ -400,10 +391,8 @@ def test_wrong_words_are_told_in_one_line(started, arguments, problem):
     assert started("try", *arguments).failed(2, problem)
 
 
-def test_a_kill_at_any_moment_is_as_none(
-    cli, home, short_text_file, trained, tmp_path, monkeypatch
-):
-    """The verdict comes after 20 kills; each leaves an intact ledger, and no process of a run."""
+def test_a_kill_at_any_moment_is_as_none(home, short_text_file, trained, tmp_path, monkeypatch):
+    """The verdict comes after some kills; each leaves an intact ledger, and no process of a run."""
     monkeypatch.setattr(local, "LocalRuns", LOCAL_RUNS)
     noise = random.SystemRandom()  # not that of the process that is forked
     monkeypatch.setattr(
@@ -411,26 +400,22 @@ def test_a_kill_at_any_moment_is_as_none(
     )
     monkeypatch.setattr(comparison, "MAX_TIME", 100.0)  # of a tenth of a second
     monkeypatch.setattr(comparison, "CLEARLY_SLOW", 100.0)
-    mine, base = folder(tmp_path / "mine", 0.05), folder(tmp_path / "base", 0.0)
+    mine = folder(tmp_path / "mine", 0.05)
+    base = folder(tmp_path / "base", 0.0)
     for path in (mine, base):  # real runs that learn nothing
         (path / "train.py").write_text("import time\ntime.sleep(0.1)\n")
-    arguments = (
-        "--text",
-        str(short_text_file),
-        "--smallest-gain",
-        "0.01",
-        "--entry-point",
-        str(base),
-    )
-    assert cli("try", "start", "plays", arguments).good
-    source, draw = Source.read(mine), random.Random(1)
+    request = Request(instance="local", preset="quick", data=str(short_text_file), entry_point=base)
+    begin_search("plays", request, Settings(home=home), 0.01, None).measure_base()
+    source = Source.read(mine)
+    draw = random.Random(1)
     states = [opened(home).ledger.base, source.sha256]
-    for _ in range(20):
-        if not (pid := os.fork()):
+    for _ in range(8):
+        pid = os.fork()
+        if pid == 0:
             with contextlib.suppress(BaseException):
                 opened(home).attempt(source, "")
             os._exit(0)
-        time.sleep(draw.uniform(0.05, 1.5))
+        time.sleep(draw.uniform(0.05, 1.0))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         search_now = opened(home)
@@ -451,34 +436,16 @@ def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
-def of_lines(change: Callable[[list[bytes]], object]) -> Callable[[Path], None]:
-    """A change of the ledger's lines."""
-
-    def damage(directory: Path) -> None:
-        lines = (directory / "ledger.jsonl").read_bytes().splitlines(keepends=True)
-        change(lines)
-        (directory / "ledger.jsonl").write_bytes(b"".join(lines))
-
-    return damage
+def edit_ledger(directory: Path) -> None:
+    edit(directory / "ledger.jsonl", lambda lines: lines.replace(b": 10.0", b": 11.0", 1))
 
 
 @pytest.mark.parametrize(
     ("damage", "fact"),
     [
-        (of_lines(lambda lines: lines.insert(3, lines[3])), "entry 5"),
-        (of_lines(lambda lines: lines.pop(3)), "entry 4"),
-        (of_lines(lambda lines: lines.insert(3, lines.pop(2))), "entry 3"),
-        (
-            of_lines(lambda lines: lines.insert(2, lines.pop(2).replace(b": 10.0", b": 11.0"))),
-            "entry 4",
-        ),
-        (of_lines(lambda lines: lines.insert(2, b"{}\n")), "entry 3"),
+        (edit_ledger, "ledger.jsonl"),
         (lambda directory: edit(directory / "judge.txt", lambda text: text[1:]), "judge.txt"),
         (lambda directory: edit(directory / "text" / "train.bin", lambda ids: ids[::-1]), "text"),
-        (
-            lambda directory: edit(directory / "text" / "tokenizer.json", lambda text: text + b" "),
-            "text",
-        ),
         (
             lambda directory: edit(
                 next((directory.parents[1] / "sources").glob("*/gain.py")), lambda code: code + b"#"
@@ -488,7 +455,7 @@ def of_lines(change: Callable[[list[bytes]], object]) -> Callable[[Path], None]:
     ],
 )
 def test_what_was_changed_afterwards_is_found(damage, fact, started, home, tmp_path):
-    started("try", "run", str(folder(tmp_path / "a", 0.0)), "--group", "plays")
+    started("try", "run", folder(tmp_path / "a", 0.0), "--group", "plays")
     assert started("try", "log", "plays", "--verify").good
     damage(home / "tries" / "plays")
     assert started("try", "log", "plays", "--verify").failed(1, fact, "was changed")
@@ -535,7 +502,7 @@ def test_a_base_that_does_not_train_leaves_no_name_taken(
 def test_a_search_takes_text_whose_length_is_known(cli, home, tmp_path, trained):
     chats = [
         {"messages": [{"role": role, "content": f"{n}"} for role in ("user", "assistant")]}
-        for n in range(400)
+        for n in range(100)
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, chats)))
     assert cli("upload-data", "a.jsonl", "--tokenizer", "bpe").good
@@ -555,16 +522,13 @@ def test_begin_is_whole_or_nothing(home, short_text_file, trained, monkeypatch):
 
 
 def test_a_folder_that_is_known_is_no_try(started, home, tmp_path):
-    arguments = ("--group", "plays")
     first = Path(entry_point.__file__).parent
-    assert started("try", "run", str(first), *arguments).failed(2, "began with")
-    for name, gain, reason in (
-        ("a", 0.0, "tried before: try 1"),
-        ("b", 0.05, "tried before: try 2"),
-    ):
-        path = str(folder(tmp_path / name, gain))
-        started("try", "run", path, *arguments)
-        assert started("try", "run", path, *arguments).failed(2, reason)
+    assert started("try", "run", first, "--group", "plays").failed(2, "began with")
+    for number, gain in ((1, 0.0), (2, 0.05)):
+        path = folder(tmp_path / f"{gain}", gain)
+        started("try", "run", path, "--group", "plays")
+        again = started("try", "run", path, "--group", "plays")
+        assert again.failed(2, f"tried before: try {number}")
     assert len(opened(home).ledger.of("try")) == 2
 
 
@@ -574,35 +538,44 @@ def test_a_folder_that_looked_ahead_is_no_try_again(started, home, tmp_path, mon
     def looks_ahead(*_: Any) -> None:
         raise Refused("not causal", is_final=True)
 
+    command = ("try", "run", folder(tmp_path / "a", 0.05), "--group", "plays")
     with monkeypatch.context() as patch:
         patch.setattr(Search, "check", looks_ahead)
-        command = ("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
-        assert started(*command).code == 4
-    assert started(*command).failed(2, "refused before, by try 1: not causal")
-    assert len(opened(home).ledger.of("try")) == 1
+        ran = started(command, "--json")
+    assert ran.code == 4
+    assert json.loads(ran.out)["why"] == "not causal"
+    assert started(command).failed(2, "refused before, by try 1: not causal")
+    [entry] = opened(home).ledger.of("try")
+    assert entry["verdict"] == "refused"
 
 
-def test_a_folder_that_changes_no_loss_is_refused(started, tmp_path, monkeypatch):
+LOSSES = {"first": 2.0, "base": 1.9, "tried": 1.95}
+
+
+@pytest.mark.parametrize(
+    ("same", "name"),
+    [
+        ("first", "the search's first folder"),
+        ("base", "the base"),
+        ("tried", "folder tried, tried before"),
+    ],
+)
+def test_a_folder_that_changes_no_loss_is_refused(tmp_path, same, name):
     """The refusal says whose losses it has."""
-
-    def score_by_gain(self: Judge, model: Path, source: Source, *_: Any) -> Score:
-        gain = gain_of(source)
-        draw = random.Random(f"{gain or []} {model.name}")
-        return Score(2.0 - gain + draw.gauss(0, 0.004), 3.0)
-
-    monkeypatch.setattr(Judge, "score", score_by_gain)
-    assert started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays").code == 0
-    assert started("try", "run", str(folder(tmp_path / "b", 0.01)), "--group", "plays").code == 3
-    for gain, name in [
-        (0.05, "the base"),
-        (0.0, "the search's first folder"),
-        (0.01, f"folder {Source.read(tmp_path / 'b').sha256[:8]}, tried before"),
-    ]:
-        path = folder(tmp_path / f"equal-{gain}", gain)
-        (path / "extra.py").touch()
-        ran = started("try", "run", str(path), "--group", "plays")
-        assert ran.code == 4
-        assert f"its runs are those of {name}: the change changes nothing" in ran.out
+    ledger = SearchLedger(tmp_path)
+    ledger.add("start", folder="first", ceiling=None)
+    for seed in (1, 2):
+        for tried, loss in LOSSES.items():
+            ledger.add("run", folder=tried, seed=seed, loss=loss + 0.1 * seed)
+        ledger.add("run", folder="mine", seed=seed, loss=LOSSES[same] + 0.1 * seed)
+    search: Any = SimpleNamespace(ledger=ledger)
+    mine: Any = SimpleNamespace(sha256="mine")
+    base: Any = SimpleNamespace(sha256="base")
+    comparison = Comparison(search, mine, base)
+    with pytest.raises(Refused, match=f"its runs are those of {name}: the change changes nothing"):
+        comparison.check_losses([1, 2])
+    ledger.add("run", folder="mine", seed=2, loss=1.5)
+    comparison.check_losses([1, 2])
 
 
 def test_a_folder_that_was_refused_begins_anew(started, home, tmp_path, monkeypatch):
@@ -616,7 +589,7 @@ def test_a_folder_that_was_refused_begins_anew(started, home, tmp_path, monkeypa
             raise Refused("ended with exit code 1")
         return scores(self, *args)
 
-    command = ("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays")
+    command = ("try", "run", folder(tmp_path / "a", 0.05), "--group", "plays")
     with monkeypatch.context() as patch:
         patch.setattr(Judge, "score", unlucky)
         assert started(*command).code == 4
@@ -628,20 +601,8 @@ def test_a_folder_that_was_refused_begins_anew(started, home, tmp_path, monkeypa
     assert len(entries) == len(judged) - 1 + n_again
 
 
-def test_refusals_are_entries(started, home, tmp_path, monkeypatch):
-    def no(self: Search, source: Source) -> None:
-        raise Refused("not causal")
-
-    monkeypatch.setattr(Search, "check", no)
-    ran = started("try", "run", str(folder(tmp_path / "a", 0.05)), "--group", "plays", "--json")
-    assert ran.code == 4
-    assert json.loads(ran.out)["why"] == "not causal"
-    assert opened(home).ledger.of("try")[0]["verdict"] == "refused"
-
-
-def test_a_search_by_auto_trains_one_generation(cli, home, text_file, monkeypatch):
+def test_a_search_by_auto_trains_one_generation(home, text_file):
     """Two would make each of its runs take more than twice as long."""
-    monkeypatch.setattr(Search, "measure_base", lambda self: {"loss": 2.0, "sd": 0.01, "pairs": 8})
-    assert cli("try", "start", "plays", "--text", text_file, "--preset", "auto").good
-    [start] = SearchLedger(home / "tries/plays").of("start")
-    assert start["hyperparameters"]["generations"] == 1
+    request = Request(instance="local", preset="auto", data=str(text_file))
+    begun = begin_search("plays", request, Settings(home=home), 0.01, None)
+    assert begun.hyperparameters["generations"] == 1
