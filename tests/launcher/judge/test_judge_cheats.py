@@ -136,6 +136,7 @@ CHEATS: dict[str, Rule] = {
     "looks ahead in long rows": in_long_rows,
     "looks ahead in full batches": in_full_batches,
     "looks ahead in the last batch": in_the_last_batch,
+    "looks ahead in the first window": after_the_start,
     "looks ahead near the end of a window": near_the_end,
     "looks ahead before the first token": where_the_next_is(0),
     "remembers the windows before": where_later_rows_agree,
