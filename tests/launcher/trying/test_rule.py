@@ -139,7 +139,10 @@ def test_a_change_that_no_look_decides_is_undecided():
     def shared(n: int) -> list[float]:
         return differences[:n]
 
-    decision = rule.decide(shared, pytest.fail, [4, 8], 0.005)
+    def fresh(n: int) -> list[float]:
+        raise AssertionError("it seems no better")
+
+    decision = rule.decide(shared, fresh, [4, 8], 0.005)
     assert decision == rule.Decision("undecided", differences[:8], are_fresh=False)
 
 
