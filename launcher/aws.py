@@ -115,7 +115,7 @@ NEWER_REGIONS = ("me-west-1", "sa-west-1")
 def check_region(session: Any) -> str:
     """Return the region of a session. Raises InputError if it has none, or SageMaker is not there.
 
-    This calls nothing: it asks boto3 in which regions SageMaker is.
+    This does not call AWS: boto3 has a list of the regions of SageMaker.
     """
     region = str(session.region_name or "")
     if not region:

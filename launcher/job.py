@@ -200,7 +200,7 @@ class Request(TrainingRequest):
 
         base: a value for every field of the Config, in place of the defaults.
         """
-        config = self.config(1, base)
+        config = self.config(world_size=1, base=base)
         names = []
         if self.preset:
             names += self.source.module("presets").PRESETS[self.preset]

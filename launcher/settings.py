@@ -1,4 +1,4 @@
-"""Settings: from the command line, else SM_NANOGPT_* variables, else config.toml, else defaults."""
+"""Read the settings: from the command line, SM_NANOGPT_* variables, config.toml, or defaults."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def config_file() -> Path:
 PREFIX = "SM_NANOGPT_"
 LAUNCHER_VARIABLE = "SM_NANOGPT_LAUNCHER"  # no setting: the runner sets it for train.py
 
-# What begins a location that does not depend on the current directory.
+# The beginning of a location that does not depend on the current directory.
 ABSOLUTE = re.compile(r"/|~|s3:|file:|arn:|[\w.+-]+://")
 
 AWS_VARIABLES = (
@@ -89,7 +89,7 @@ class Settings(BaseSettings):
     region: str = ""  # "": from the AWS configuration
     profile: str = ""
     role: str = ""  # ARN of the execution role
-    # Its outputs provide store and role.
+    # The name of the stack whose outputs have store and role.
     stack: str = Field(default="sm-nanogpt", pattern=r"^[A-Za-z][A-Za-z0-9-]{0,127}$")
     max_cost: float | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)  # USD per job
     ask_above: float = Field(default=10, ge=0)  # USD; ask before a launch that may cost more
@@ -149,24 +149,24 @@ class Settings(BaseSettings):
         return sources["init_settings"], sources["env_settings"], toml
 
     def with_offline(self, offline: bool) -> Settings:
-        """Return a copy that may not call AWS (True, for a dry run), or one that may (False)."""
+        """Return a copy that may not call AWS, for a dry run (True), or that may (False)."""
         copy = self.model_copy()
         copy._offline = offline
         return copy
 
     @property
     def offline(self) -> bool:
-        """True in a dry run: aws.make_client and files.storage then raise Offline."""
+        """True in a dry run, in which aws.make_client and files.storage raise Offline."""
         return self._offline
 
     @property
     def aws_region(self) -> str:
-        """The region of the settings or of AWS_REGION; '' means that of the AWS configuration."""
+        """The region of the settings or of AWS_REGION; '': that of the AWS configuration."""
         return self.region or os.environ.get("AWS_REGION", "")
 
     @property
     def aws_profile(self) -> str:
-        """The profile of the settings or of AWS_PROFILE; '' means AWS's default."""
+        """The profile of the settings or of AWS_PROFILE; '': the default of AWS."""
         return self.profile or os.environ.get("AWS_PROFILE", "")
 
     @property
@@ -176,7 +176,7 @@ class Settings(BaseSettings):
 
     @property
     def reaches_aws(self) -> bool:
-        """True if AWS is configured in any way; if not, no command calls it."""
+        """True if AWS is configured in any way. If it is not, no command calls it."""
         if self.region or self.profile or self.names_stack or self.store.startswith("s3://"):
             return True
         if any(os.environ.get(name) for name in AWS_VARIABLES):
@@ -191,7 +191,7 @@ class Settings(BaseSettings):
 
     @property
     def data_store(self) -> str:
-        """The store that uploads go to."""
+        """The store of uploads."""
         return self.store or self.local_store
 
     @property
@@ -202,7 +202,7 @@ class Settings(BaseSettings):
 def invalid_setting(error: ValidationError, arguments: Container[str]) -> InputError:
     """The error for a setting that pydantic refused.
 
-    A setting that is not one of the arguments came from a variable or from config.toml.
+    If the setting is not among the arguments, it came from a variable or from config.toml.
     """
     details = error.errors()[0]
     name = str(details["loc"][0])
@@ -218,7 +218,7 @@ def invalid_setting(error: ValidationError, arguments: Container[str]) -> InputE
 
 
 def not_json(error: SettingsError) -> InputError:
-    """The error for a variable of a list or a dictionary that is not JSON."""
+    """The error for a variable that should be JSON, of a list or a dictionary, and is not."""
     match = re.search(r'field "(\w+)"', str(error))
     variable = str(error)
     if match:
@@ -231,13 +231,13 @@ def no_such_setting(name: str, names: Iterable[str]) -> str:
 
 
 def has_aws_file(variable: str, default: str) -> bool:
-    """True if a file of the AWS configuration exists; a user may set /dev/null for none."""
+    """True if a file of the AWS configuration exists. A user may set it to /dev/null."""
     path = os.environ.get(variable, default)
     return os.path.isfile(os.path.expanduser(path))  # noqa: PTH111, PTH113  (as boto3 reads it)
 
 
 def location_problem(location: str) -> str:
-    """Why a location cannot hold text, such as `s3://` of an unset variable, or ''."""
+    """Why a location cannot have files, such as `s3://` from an unset variable; or ''."""
     scheme, _, path = location.partition(":")
     if scheme == "s3":
         # Buckets from before 2018 may have capitals and underscores.
@@ -259,8 +259,8 @@ def location_problem(location: str) -> str:
 def load_settings(**arguments: str | None) -> Settings:
     """Load the settings. An argument that is not empty overrides the environment and config.toml.
 
-    Raises InputError as Settings does, if a variable SM_NANOGPT_* is no setting, such as a typo, or
-    if home cannot be written.
+    Raises InputError as Settings does, if home cannot be written, and if a variable SM_NANOGPT_* is
+    no setting, such as a typo.
     """
     check_variables()
     values = {name: value for name, value in arguments.items() if value}

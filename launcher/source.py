@@ -1,7 +1,7 @@
 """The training folder, packaged or edited: its files, its hash, and its modules.
 
-The hash says which folder trained a model. A launch keeps each folder below the home, and models
-are computed only by folders that were launched or named here, never by code from S3.
+The hash says which folder trained a model. A launch keeps its folder below the home. A model is
+only computed by a folder that was launched or named on this machine, never by code from S3.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ REQUIRED_NAMES = {
 
 @dataclass(frozen=True)
 class Source:
-    """The Python files of a training folder, by name, as they were when it was read."""
+    """The Python files of a training folder, by name, as they were when the folder was read."""
 
     directory: Path
     files: Mapping[str, bytes]
     configs: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
-    @lru_cache(1)  # Python, too, reads its modules once
+    @lru_cache(1)  # read once, as Python reads its modules
     def packaged() -> Source:
         return Source.read(Path(entry_point.__file__).resolve().parent)
 
     @classmethod
     def read(cls, path: Path) -> Source:
-        """Read a folder from its path, or from that of its train.py. Raises InputError."""
+        """Read a folder, whose path is given, or that of its train.py. Raises InputError."""
         directory = path_of(path).absolute()
         if directory.name == "train.py":
             directory = directory.parent
@@ -77,7 +77,7 @@ class Source:
             raise InputError(f"{error.filename or directory}: {error.strerror}") from None
 
         for name in files:
-            if not name.removesuffix(".py").isidentifier():  # it might pass for a line of sha256sum
+            if not name.removesuffix(".py").isidentifier():  # or a line of sha256sum
                 problem = f"the name {name!r} is no Python identifier; rename the file"
                 raise InputError(f"{directory}: {problem}")
         for name in ("config.py", "train.py"):
@@ -89,7 +89,7 @@ class Source:
 
     @cached_property
     def sha256(self) -> str:
-        """What `sha256sum *.py | sha256sum` prints in the folder, in the C locale."""
+        """The SHA-256 that `sha256sum *.py | sha256sum` prints in the folder, in the C locale."""
         sums = ""
         for name, content in sorted(self.files.items()):
             sums += f"{hashlib.sha256(content).hexdigest()}  {name}\n"

@@ -122,7 +122,8 @@ class SweepPlan:
         """Choose what each job may cost, if there is a ceiling and no time limit.
 
         It is the unspent amount, divided by the number of missing jobs. If that does not pay even
-        the shortest run, the amount is divided by half of that number, and so on.
+        the shortest run, the amount is divided by half of that number, and so on. An earlier choice
+        that can still be paid stays.
         """
         unspent = self.ledger.unspent
         missing = self.missing
@@ -197,9 +198,10 @@ class SweepPlan:
 def plan_sweep(
     request: Request, settings: Settings, values: Mapping[str, Any], seeds: int, parallel: int
 ) -> SweepPlan:
-    """Check and price the jobs of a new sweep: each combination of the values, with each of `seeds`
-    seeds, `parallel` jobs at a time. Raises InputError if the values are no lists, or as `prepare`
-    if a job cannot run.
+    """Check and price the jobs of a new sweep, of which `parallel` run at a time.
+
+    There is a job for each combination of the values and each of `seeds` seeds. Raises InputError
+    if the values are no lists, and the errors of `prepare` if a job cannot run.
     """
     job_id = request.resume
     if job_id is not None:

@@ -17,11 +17,11 @@ from sm_nanogpt.launcher.launching.forecasts import Row, expected_of, forecast_r
 from sm_nanogpt.launcher.launching.names import recorded_group
 from sm_nanogpt.launcher.launching.resume import (
     EarlierJob,
-    as_computed_by,
     check_reach,
     find_earlier_job,
     with_earlier_fields,
     with_earlier_folder,
+    with_known_hyperparameters,
 )
 from sm_nanogpt.launcher.launching.summary import summary_of
 from sm_nanogpt.launcher.launching.texts import find_texts
@@ -71,7 +71,7 @@ class Draft:
             return
         check_reach(self.request, earlier)
         self.request = with_earlier_folder(self.request, earlier.job, self.settings)
-        self.earlier = as_computed_by(self.request, earlier)
+        self.earlier = with_known_hyperparameters(self.request, earlier)
         self.request = with_earlier_fields(self.request, self.earlier.job)
         self.base = earlier.job.base
 

@@ -1,4 +1,4 @@
-"""Check and submit a job: a Plan is a job that is complete, checked and priced."""
+"""Check and submit a job. A Plan is a job that is complete, checked, and priced."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Plan:
-    """A job that is complete, checked and priced. It can be submitted, once.
+    """A job that is complete, checked, and priced. It can be submitted once.
 
-    job has every choice made; request is what CreateTrainingJob gets, empty on this machine. In
-    USD, worst_cost is for a job that runs to its time limit: 0 on this machine, and infinity if its
-    price is unknown; ceiling is what somebody allowed. placement is what the backend decided, whose
-    settings have the store and role that the job uses. channels are by the fields of the job.
+    request is the request of CreateTrainingJob, {} on this machine. worst_cost is what the job
+    costs if it runs to its time limit, in USD: 0 on this machine, and infinite if its price is
+    unknown. ceiling is the most that it may cost, in USD. placement is what the backend decided.
+    The settings of backend have the store and role of the job. channels are by the job's fields.
     """
 
     job_id: str
@@ -74,8 +74,8 @@ class Plan:
     def submit(self, confirmed: bool = False) -> TrackedJob:
         """Upload the texts, start the job, and return it.
 
-        If this is interrupted, the job may run all the same, and cost money: `library.job` finds
-        it. Raises Unconfirmed if the job may cost more than the setting ask_above, or its price is
+        If this is interrupted, the job may still run, and cost money: `library.job` finds it.
+        Raises Unconfirmed if the job may cost more than the setting ask_above, or its price is
         unknown, unless it is confirmed, or max_cost was chosen for it or in the settings.
         """
         if self.submitted:  # a second time would overwrite the files of the job that runs
@@ -99,9 +99,10 @@ def prepare(
     job_id: str | None = None,
     texts: Texts | None = None,
 ) -> Plan:
-    """Make a Request into a job that is complete, checked and priced. Changes nothing in the store.
+    """Make a Plan of a Request: a job that is complete, checked, and priced.
 
-    texts: the channels of a plan with the same texts, which are not read again.
+    Nothing in the store changes. texts: the channels of another plan with the same texts, so that
+    they are not read again.
     """
     job_id = job_id or new_job_id()
     draft = fill(request, settings, texts)

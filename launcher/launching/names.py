@@ -1,8 +1,8 @@
 """The ids and names of sweeps and of their jobs, which no other job may have.
 
-A sweep has an id like a job's, GROUP; its jobs are GROUP-1, GROUP-2, ..., and GROUP-1-try2 is the
-second try of the first. So the jobs of a sweep are known by their ids alone. Its ledger is below
-HOME/sweeps of the machine that launched it.
+The id of a sweep, GROUP, is like that of a job. Its jobs are GROUP-1, GROUP-2, ..., and
+GROUP-1-try2 is the second try of GROUP-1. So the id of a job tells its sweep. The ledger of a sweep
+is below HOME/sweeps of the machine that launched it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MEMBER_ID = re.compile(r"(sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6})-(\d+)(?:-try(\d+))
 
 @dataclass(frozen=True, order=True)
 class Member:
-    """A job of a sweep, as its id says: a try of one of the numbers. Both count from 1."""
+    """A job of a sweep, by its id: a try of one of the numbers. Both count from 1."""
 
     group: str  # the id of the sweep
     number: int
@@ -30,7 +30,7 @@ class Member:
 
     @property
     def suffix(self) -> str:
-        """What tells it from the other jobs: `-3` or `-3-try2`. Its name ends so too."""
+        """The end of its id and of its name, which tells it from other jobs: `-3` or `-3-try2`."""
         if self.attempt == 1:
             return f"-{self.number}"
         return f"-{self.number}-try{self.attempt}"
@@ -41,7 +41,7 @@ class Member:
 
 
 def member_of(job_id: str) -> Member | None:
-    """The member of a sweep that a job is; None if it is of none."""
+    """The member that a job is of a sweep; None if it belongs to no sweep."""
     match = MEMBER_ID.fullmatch(job_id)
     if match is None:
         return None
@@ -49,7 +49,7 @@ def member_of(job_id: str) -> Member | None:
 
 
 def next_try(group: str, number: int, job_ids: Iterable[str]) -> Member:
-    """The try of a number that follows those among these jobs."""
+    """The next try of a number, after the tries among these jobs."""
     last_attempt = 0
     for member in map(member_of, job_ids):
         if member is not None and member.number == number:
@@ -67,12 +67,12 @@ def recorded_groups(settings: Settings) -> list[str]:
 
 
 def recorded_group(reference: str, settings: Settings) -> str | None:
-    """The id of the sweep of this machine that has this id or name."""
+    """The id of the sweep of this machine that has this id or name; None if there is none."""
     groups = recorded_groups(settings)
     if reference in groups:  # an absolute path would be another file
         return reference
     for group in groups:
-        with suppress(ServiceError):  # a damaged one is not this one
+        with suppress(ServiceError):  # a damaged ledger is passed over
             for entry in Ledger(ledger_path(group, settings)).of("asked"):
                 if entry["job"].get("name") == reference:
                     return group

@@ -1,5 +1,5 @@
-"""The job that another one resumes: find it, take over what a request leaves out, and check that
-the new job can continue it."""
+"""Resume a job: find it, take over the fields that a request leaves out, and check that the new job
+can continue it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from sm_nanogpt.launcher.tracking import still_runs
 
 logger = logging.getLogger(__name__)
 
-# Fields that a job does not take over as they are.
+# Fields that a job does not take over, or not unchanged.
 NOT_INHERITED = {"name", "resume", "preset", "size", "hyperparameters"}
 # Fields of which a job sets at most one.
 EXCLUSIVE = {"image_uri": "pytorch_version", "pytorch_version": "image_uri"}
 
 
 class EarlierJob(NamedTuple):
-    """A job that another one resumes: as it was submitted, and its state."""
+    """A job that is resumed: the job as it was submitted, and its state."""
 
     job: TrainingJob
     description: JobDescription
 
 
 def find_earlier_job(request: Request, settings: Settings) -> EarlierJob | None:
-    """The job that a request resumes, which a dry run looks up too.
+    """Find the job that a request resumes; None if it resumes none. A dry run also asks AWS for it.
 
-    Raises InputError if the request sets what only a new run has, and ServiceError if the job
-    still runs, or has no checkpoint.
+    Raises InputError if the request sets fields for new runs, and ServiceError if the job still
+    runs, or has no checkpoint.
     """
     if request.resume is None:
         return None
@@ -60,7 +60,8 @@ def find_earlier_job(request: Request, settings: Settings) -> EarlierJob | None:
 
 
 def check_reach(request: Request, earlier: EarlierJob) -> None:
-    """Raise InputError if a job cannot read the earlier one's checkpoints, on another backend."""
+    """Raise InputError if a job would run on another backend than the job that it resumes, whose
+    checkpoints it could not read."""
     instance = request.instance or earlier.job.instance
     if backend_class(instance) is not backend_class(earlier.description.instance):
         job = f"job {request.resume}, which ran on {earlier.description.instance}"
@@ -69,17 +70,17 @@ def check_reach(request: Request, earlier: EarlierJob) -> None:
 
 
 def with_earlier_folder(request: Request, job: TrainingJob, settings: Settings) -> Request:
-    """The request with the training folder of the earlier job, unless it names one."""
+    """The request with the training folder of the earlier job, if the request names none."""
     if request.entry_point is not None or job.entry_point is None:
         return request
     source = find_source(job.source_sha256 or "", settings)
     return request.model_copy(update={"entry_point": source.directory})
 
 
-def as_computed_by(request: Request, earlier: EarlierJob) -> EarlierJob:
-    """The earlier job with the hyperparameters that the request's training folder has.
+def with_known_hyperparameters(request: Request, earlier: EarlierJob) -> EarlierJob:
+    """The earlier job, with only the hyperparameters that the request's training folder has.
 
-    Logs those that it does not have.
+    Hyperparameters that the folder does not have are logged.
     """
     source = request.source
     recorded = earlier.description.hyperparameters
@@ -98,9 +99,9 @@ def as_computed_by(request: Request, earlier: EarlierJob) -> EarlierJob:
 
 
 def with_earlier_fields(request: Request, earlier_job: TrainingJob) -> Request:
-    """The request with the fields of the earlier job that it leaves out.
+    """The request, with fields of the earlier job in place of those that it leaves out.
 
-    Hyperparameters, variables and tags are merged one by one.
+    Hyperparameters, variables, and tags of both are merged.
     """
     explicit = request.explicit_fields()
     explicit.setdefault("instance", earlier_job.instance)
@@ -117,11 +118,11 @@ def with_earlier_fields(request: Request, earlier_job: TrainingJob) -> Request:
 
 
 def inherited_fields(earlier_job: TrainingJob, explicit: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an earlier job that fit those that a request sets."""
+    """The fields of an earlier job that can be combined with the explicit fields of a request."""
     names = set(Request.model_fields) - NOT_INHERITED
     inherited = earlier_job.model_dump(include=names, exclude_defaults=True)
     if explicit.get("spot", earlier_job.spot) != earlier_job.spot:
-        # Each of the two belongs to one kind of capacity.
+        # max_wait is for spot capacity, and keep_alive for capacity on demand.
         inherited.pop("max_wait" if earlier_job.spot else "keep_alive", None)
     if any(has_local_disks(name) for name in types_of(explicit["instance"])):
         inherited.pop("volume_size", None)
@@ -134,7 +135,7 @@ def inherited_fields(earlier_job: TrainingJob, explicit: dict[str, Any]) -> dict
 def check_resumable(job: TrainingJob, earlier: EarlierJob) -> None:
     """Raise InputError unless a job can continue the earlier one.
 
-    A job that reached its last step without writing a model may be resumed to write it.
+    A job that reached its last step, and wrote no model, may be resumed to write it.
     """
     config = job.config(world_size=1)
     states = (state_of(earlier.job), state_of(job))
@@ -153,6 +154,6 @@ def check_resumable(job: TrainingJob, earlier: EarlierJob) -> None:
 
 
 def state_of(job: TrainingJob) -> dict[str, Any]:
-    """What a checkpoint of a job would say of its config and its texts."""
+    """The config and the texts of a job, in the form in which a checkpoint has them."""
     texts = (text_id(job.data), text_id(job.validation))
     return {"config": asdict(job.config(world_size=1)), "corpus_sha256": texts}

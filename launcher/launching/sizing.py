@@ -192,8 +192,8 @@ def with_whole_windows(request: Request, text: Channel) -> Request:
 def with_fitting_steps(request: Request, text: Channel) -> Request:
     """The request with fewer steps, if it starts from a model and would read its text too often.
 
-    The steps stay if the preset sets them; it does not if the initial model brought the steps of
-    fine-tuning. They also stay if the warm-up would take more than the fewer steps.
+    The steps stay if they come from the preset, and if the warm-up would take more than the fewer
+    steps. The steps of fine-tuning, which an initial model prescribes, replace those of a preset.
     """
     has_own_steps = request.preset is not None and "max_steps" not in request.hyperparameters
     if request.init_from is None or has_own_steps or text.upload is None:

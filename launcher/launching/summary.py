@@ -1,4 +1,4 @@
-"""A job in a few words, as the column SETTINGS of `jobs` has it."""
+"""Summarize a job in a few words, for the column SETTINGS of `jobs`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from sm_nanogpt.launcher.launching import start
 
 
 def summary_of(job: TrainingJob, explicit: Set[str] = frozenset()) -> str:
-    """The size and the explicit hyperparameters, or a preset and what differs from it; whether the
-    training folder is edited; and which models and which job it continues.
+    """Summarize a job: its size and the explicit hyperparameters, or its preset and the values that
+    differ from it; whether its training folder is edited; and the models and the job that it
+    continues.
 
-    Without a preset, it is the one from which the least differs. Hyperparameters that an initial
-    model prescribes are left out.
+    If the job has no preset, the one with the fewest differences is named. Hyperparameters that an
+    initial model prescribes are left out.
     """
     if job.size:
         values = shown_values(job)
@@ -35,8 +36,8 @@ def summary_of(job: TrainingJob, explicit: Set[str] = frozenset()) -> str:
 
 
 def shown_values(job: TrainingJob) -> dict[str, Any]:
-    """The hyperparameters of a job that say something about it."""
-    hidden = {"device"}  # which differs by machine
+    """The hyperparameters of a job that its summary may name."""
+    hidden = {"device"}  # differs between machines
     if job.init_from is not None:
         config_fields = fields(job.source.module("config").Config)
         hidden |= {field.name for field in config_fields if field.metadata["shape"]}
@@ -45,7 +46,7 @@ def shown_values(job: TrainingJob) -> dict[str, Any]:
 
 
 def changes_of(job: TrainingJob) -> list[str]:
-    """The preset and what differs from it, in as few words as possible."""
+    """The preset, and the values that differ from it. Without a preset, that with the fewest."""
     if job.preset or job.init_from is not None:
         return differences_from(job.preset or "", job)
     presets = job.source.module("presets").PRESETS
@@ -53,7 +54,7 @@ def changes_of(job: TrainingJob) -> list[str]:
 
 
 def differences_from(preset: str, job: TrainingJob) -> list[str]:
-    """The name of a preset, and those of a job's values that differ from it."""
+    """The name of a preset, and the values of a job that differ from it."""
     values = shown_values(job)
     presets = job.source.module("presets").PRESETS
     defaults = asdict(job.source.module("config").Config())
@@ -70,5 +71,5 @@ def assignments(values: Mapping[str, Any], names: list[str]) -> list[str]:
 
 
 def format_value(value: Any) -> str:
-    """A value as `--set` takes it, as short as possible."""
+    """A value in the shortest form that `--set` takes."""
     return f"{value:g}" if isinstance(value, float) else str(value)

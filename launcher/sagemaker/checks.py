@@ -77,7 +77,8 @@ def check_gpus(job: TrainingJob) -> None:
         if n_gpus is not None:
             ranks_per_instance.append(max(1, n_gpus))
             check_memory(job, instance)
-    job.config(math.lcm(*(job.instance_count * ranks for ranks in ranks_per_instance)))
+    ranks = [job.instance_count * n_ranks for n_ranks in ranks_per_instance]
+    job.config(world_size=math.lcm(*ranks))  # raises if they cannot share a batch
 
 
 def log_instances(job: TrainingJob) -> None:
