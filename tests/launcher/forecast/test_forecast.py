@@ -545,25 +545,13 @@ def text_here(tmp_path, text):
     return str(path)
 
 
-def test_a_job_keeps_what_was_forecast_for_its_size(cli, lawful, text_here, home):
-    assert cli("upload-data", text_here).code == 0
-    ran = cli("launch", "--forecast", "--json")
-    assert ran.code == 0, ran.err
-    table = json.loads(ran.out)
+def test_a_job_keeps_what_was_forecast_for_its_size(cli, lawful, text_here):
+    table = json.loads(cli("launch", "--forecast", "--data", text_here, "--json").good.out)
     row = table["rows"][0]
-    size = f"{row['size']:g}"
-    launched = cli("launch", "--instance", "local", "--size", size, "--detach").good.out.strip()
-    cli("stop", launched)
-    expected = job_of(launched).forecast
+    request = Request(instance="local", data=text_here, size=row["size"])
+    expected = prepare(request, load_settings()).job.expected
     assert expected is not None
     assert expected.loss == row["expected"]["loss"]
-    assert str(expected) in cli("status", launched).out
-
-
-def test_a_job_of_other_steps_has_no_forecast(cli, lawful, text_here):
-    best = json.loads(cli("launch", "--forecast", "--data", text_here, "--json").good.out)["best"]
-    request = Request(instance="local", data=text_here, size=best)
-    assert prepare(request, load_settings()).job.expected is not None
     changed = request.model_copy(update={"hyperparameters": {"max_steps": 7}})
     assert prepare(changed, load_settings()).job.expected is None
 
@@ -577,6 +565,7 @@ def test_a_resumed_job_keeps_size_and_forecast(cli, home, job):
 
     resumed = job_of(cli("launch", "--resume", job.job_id).good.out.strip()).describe()
     assert resumed.expected is not None
+    assert str(resumed.expected) in cli("status", resumed.job_id).out
     assert resumed.summary is not None
     assert resumed.summary.startswith("size 2 resumes")
 
