@@ -21,7 +21,7 @@ from sm_nanogpt.launcher.text.repeats import (
 )
 
 
-def words(seed: int, count: int = 4000) -> str:
+def random_text(seed: int, count: int = 4000) -> str:
     draw = random.Random(seed)
     letters = "abcdefghijklmnopqrstuvwxyz"
     return " ".join("".join(draw.choices(letters, k=5)) for _ in range(count))
@@ -34,26 +34,26 @@ def share(training: str, validation: str) -> float:
 
 
 def test_a_new_text_has_no_share_and_an_old_one_all():
-    assert share(words(1), words(2)) == 0
-    assert share(words(1), words(1)[7000:17000]) == 1
-    assert share("", words(1)) == share(words(1), "") == 0
+    assert share(random_text(1), random_text(2)) == 0
+    assert share(random_text(1), random_text(1)[7000:17000]) == 1
+    assert share("", random_text(1)) == share(random_text(1), "") == 0
 
 
 def test_the_share_is_of_the_bytes_in_long_runs():
-    old, new = words(1), words(2)
+    old, new = random_text(1), random_text(2)
     assert share(old, new[:3000] + old[500:1500]) == pytest.approx(0.25, abs=0.001)
     assert share(old, new[:600] + old[500 : 500 + RUN - 1]) == 0
 
 
 def test_line_breaks_and_spaces_make_no_difference():
-    text = words(1)
+    text = random_text(1)
     again = textwrap.fill(text[6000:18000], 40).replace("\n", "\r\n  ")
     assert share(text, again) > 0.99
 
 
 def test_a_long_training_text_is_looked_up_in_steps(monkeypatch):
     monkeypatch.setattr(repeats, "LOOKUPS", 10)
-    old, new = words(1), words(2)
+    old, new = random_text(1), random_text(2)
     assert share(old, new[:5000] + old[500:5500]) == pytest.approx(0.5, abs=0.02)
 
 
@@ -61,12 +61,13 @@ def test_a_long_validation_text_is_sampled_in_parts():
     assert sampled_ranges(100, limit=160) == [(0, 100)]
     ranges = sampled_ranges(1600, limit=160)
     assert len(ranges) == 16
-    assert ranges[:2] == [(0, 10), (100, 110)] and ranges[-1] == (1500, 1510)
+    assert ranges[:2] == [(0, 10), (100, 110)]
+    assert ranges[-1] == (1500, 1510)
 
 
 @pytest.fixture
 def twice(tmp_path: Path) -> Path:
-    (tmp_path / "twice.txt").write_text(words(1) * 2)
+    (tmp_path / "twice.txt").write_text(random_text(1) * 2)
     return tmp_path / "twice.txt"
 
 
@@ -99,7 +100,7 @@ def test_all_of_many_files_are_compared(tmp_path):
     for number in range(20):
         path = tmp_path / f"{number:02}.txt"
         seed = number if number < 18 else number - 8
-        path.write_text(f"Title {number}\n{words(seed, 100)}\n")
+        path.write_text(f"Title {number}\n{random_text(seed, 100)}\n")
         files.append(File(path.name, path))
     n_characters = sum(file.path.stat().st_size for file in files)
     assert share_within_text(files, n_characters) > 0.95
@@ -112,9 +113,9 @@ def test_tokens_of_a_text_that_stands_twice_are_said(cli, twice):
 
 
 def test_a_validation_text_within_the_training_text_is_said(home, tmp_path, caplog):
-    (tmp_path / "data.txt").write_text(words(1))
-    (tmp_path / "part.txt").write_text(words(1)[9000:20000])
-    (tmp_path / "other.txt").write_text(words(2))
+    (tmp_path / "data.txt").write_text(random_text(1))
+    (tmp_path / "part.txt").write_text(random_text(1)[9000:20000])
+    (tmp_path / "other.txt").write_text(random_text(2))
     prepare_launch(tmp_path / "data.txt", home, validation=tmp_path / "other.txt")
     assert WARNING not in caplog.text
     prepare_launch(tmp_path / "data.txt", home, validation=tmp_path / "part.txt")

@@ -167,16 +167,15 @@ def test_the_hubs_client_is_named_when_missing(copied, monkeypatch):
 
 
 @pytest.fixture
-def bucket(s3, monkeypatch):
+def bucket(s3):
     for name, content in FILES.items():
-        if name != "README.md":
-            s3.put_object(Bucket=s3.bucket, Key=f"texts/{name}", Body=content)
+        s3.put_object(Bucket=s3.bucket, Key=f"texts/{name}", Body=content)
     s3.put_object(Bucket=s3.bucket, Key="texts/data/", Body=b"")  # as the console makes a folder
     return f"s3://{s3.bucket}"
 
 
 S3_SOURCES = {
-    "texts": below("", "texts"),
+    "texts": {**below("", "texts"), "texts/README.md": FILES["README.md"]},
     "texts/data/": below("data/", "data"),
 }
 

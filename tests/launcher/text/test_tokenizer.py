@@ -46,7 +46,7 @@ def test_text_comes_back_from_its_tokens(tokenizer):
 
 
 def test_a_vocabulary_is_learned_from_all_documents(tmp_path):
-    lines = [json.dumps({"text": "a b"}) for _ in range(2000)] + [json.dumps({"text": FOX * 20})]
+    lines = [json.dumps({"text": text}) for text in ["a b"] * 2000 + [FOX * 20]]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     learned = learn_tokenizer([detect_file(tmp_path / "a.jsonl")], 300)
     assert b"fox" in {word.strip() for word in learned.words}
