@@ -100,7 +100,7 @@ MODULES = {
     "launcher/curve.py": "test_curve",
     "launcher/source.py": "test_job",
     "launcher/tracking.py": "test_library test_sagemaker test_finding",
-    "launcher/values.py": "test_values test_limits",
+    "launcher/values.py": "test_values test_limits test_fitting",
     "launcher/files/documents.py": "test_documents test_text_documents test_tokenizer",
     "launcher/files/local.py": "test_storage test_s3_servers",
     "launcher/files/s3.py": "test_storage test_s3_servers",

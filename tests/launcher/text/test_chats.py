@@ -69,6 +69,7 @@ def test_each_form_of_a_conversation_gives_its_turns(record, turns):
             "message 2 tool_calls",
         ),
         ({"instruction": "a", "output": ""}, "`output` no text"),
+        ({"instruction": "a", "input": {}, "output": "b"}, "`instruction` text"),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "`history`"),
         ({"prompt": None, "completion": "b"}, "`prompt` no text"),
         ({"prompt": "a", "completion": "b", "label": False}, "`completion` bad"),

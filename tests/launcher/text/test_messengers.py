@@ -194,7 +194,7 @@ def slack_message(author: str, text: str, seconds: int, **fields: Any) -> dict[s
     }
 
 
-def test_the_folder_of_slack_is_read(tmp_path):
+def test_the_folder_of_slack_is_read(tmp_path, caplog):
     folder = tmp_path / "slack"
     write_json(folder / "users.json", [{"id": "UAnn", "profile": {}}])
     messages = [
@@ -205,7 +205,8 @@ def test_the_folder_of_slack_is_read(tmp_path):
     path = write_json(folder / "general/2024-03-01.json", messages)
     chats, skipped = conversations(path, me="Bob")
     assert chats == [["user\nHow is @Bob, and the page?", "assistant\nFine today & after."]]
-    assert skipped.talks.left_out == {"message of the kind channel_join": 1}
+    skipped.talks.check()
+    assert caplog.messages == ["left out of chats: message of the kind channel_join (1)"]
 
 
 def test_ids_of_slack_have_their_names_from_users_json(tmp_path):

@@ -157,6 +157,7 @@ def test_published_tokenizers_of_bytes_are_taken(change, document, tmp_path):
     [
         (lambda d: d["model"].update(type="Unigram"), "of characters: it is of the type Unigram"),
         (lambda d: d.update(added_tokens=[]), "no token for the end of a text"),
+        (lambda d: d.pop("model"), "or of characters: model is missing"),
         (lambda d: d.update(added_tokens=None), "added_tokens is null, and not a list"),
         (lambda d: d.pop("pre_tokenizer"), "json: has no pre_tokenizer"),
         (lambda d: d["pre_tokenizer"].update(pretokenizers=None), "pretokenizers is null, and not"),
