@@ -157,7 +157,7 @@ MODULES = {
     "launcher/cli/remedies.py": "test_cli test_show",
     "launcher/cli/show.py": "test_show test_escapes",
     "entry_point/causality.py": "test_causality",
-    "entry_point/checkpoint.py": "test_files test_checkpoint test_resume",
+    "entry_point/checkpoint.py": "test_files test_checkpoint test_trainer test_resume",
     "entry_point/safetensors_file.py": "test_files test_checkpoint test_starting",
     "entry_point/config.py": "test_config test_checkpoint test_sizing test_docs",
     "entry_point/command_line.py": "test_config test_checkpoint test_docs",

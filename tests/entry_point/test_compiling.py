@@ -12,6 +12,7 @@ from runs import SMALL, command_line, edited_folder, environment, run
 from trainings import furthest, losses_of, printed_losses, trainer_of
 
 from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.cuda_graphs import flat_gradients
 from sm_nanogpt.entry_point.device import can_use_graph, compiling_pays
 from sm_nanogpt.entry_point.errors import TrainingError
 from sm_nanogpt.entry_point.optim import gradient_of
@@ -85,6 +86,16 @@ def test_replayed_passes_train_as_executed_ones(tmp_path, cuda):
     whole = graph(x, y, 1.0).clone()
     torch.manual_seed(1)
     assert torch.equal(graph(x, y, 0.5), whole / 2)
+
+
+def test_gradients_are_aligned_views_of_one_buffer():
+    parameters = [torch.zeros(3, 11), torch.zeros(64), torch.zeros(1)]
+    buffer = flat_gradients(parameters)
+    assert len(buffer) == 64 + 64 + 32  # each in whole 128 bytes
+    for parameter, begin in zip(parameters, (0, 64, 128), strict=True):
+        gradient = gradient_of(parameter)
+        assert gradient.shape == parameter.shape
+        assert gradient.data_ptr() == buffer[begin:].data_ptr()
 
 
 @pytest.fixture
