@@ -19,12 +19,12 @@ from sm_nanogpt.launcher.launching.texts import warn_of_few_conversations
 from sm_nanogpt.launcher.text.store import Upload
 
 
-def test_a_launch_after_an_upload_starts_from_its_tokens_model(cli, directory, short_text_file):
+def test_a_launch_after_an_upload_starts_from_its_tokens_model(cli, directory, text_file):
     for tokenizer, base in (
         (directory, f" --init-from {directory}"),
         (directory / "tokenizer.json", ""),
     ):
-        ran = cli("upload-data", short_text_file, "--tokenizer", tokenizer).good
+        ran = cli("upload-data", text_file, "--tokenizer", tokenizer).good
         assert ran.err.splitlines()[-1] == f"next: sm-nanogpt launch --instance local{base}"
 
 
