@@ -31,9 +31,8 @@ def check_text(pilots: Mapping[float, Pilot], ids: Tensor, unit: str) -> None:
     """
     counts = torch.bincount(unsigned(ids))
     shares = counts[counts > 0] / counts.sum()
-    entropy = -float(
-        (shares * shares.log()).sum()
-    )  # the loss of a model that knows only frequencies
+    # The loss of a model that knows only the frequencies.
+    entropy = -float((shares * shares.log()).sum())
     lowest = min(pilot.loss for pilot in pilots.values())
     if lowest < MIN_LOSS:
         problem = f"the text repeats itself: a pilot has a loss of {lowest:.3f} nats"

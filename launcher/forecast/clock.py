@@ -111,9 +111,8 @@ class LocalClock:
     def steps_with_evaluations(self, config: Any) -> float:
         """The steps of a run, plus as many as its evaluations take, without the last one."""
         n_tokens = min(len(self.corpus.val), config.eval_tokens)
-        evaluation = (
-            n_tokens / (config.batch_size * config.block_size) / 3
-        )  # without a backward pass
+        # A step without its backward pass takes a third of the time.
+        evaluation = n_tokens / (config.batch_size * config.block_size) / 3
         n_evaluations = (config.max_steps - 1) // config.eval_interval
         return float(config.max_steps + n_evaluations * evaluation)
 

@@ -23,9 +23,8 @@ PILOT_SIZES = (1.0, 1.25, 1.5, 1.75)
 MIN_TRAINING_TOKENS = 18_000  # nine tenths of a text of 20,000
 PILOT_SIZES_OF_SHORT = (0.5, 0.75, 1.0, 1.25)
 SHORT = 100_000  # tokens of a text; an eighth of fewer is too little for a pilot
-LARGEST = (
-    1 << 20
-)  # tokens of a text of which fractions are taken; pilots train on up to 0.9 million
+# Tokens of a text of which fractions are taken. Pilots train on up to 0.9 million.
+LARGEST = 1 << 20
 WRITTEN = 1 << 24  # tokens that runs may read of a longer text
 # The constant cost of a pilot's step, as the operations that take as long. At a load of 20, a step
 # of sizes 0.5 and 0.75 took 0.15 s, and one of size 1.25, with 25 times the operations, 0.25 s.

@@ -55,9 +55,8 @@ class Effort:
 
 # The packaged model is known not to look ahead; a few cuts show that nothing is broken.
 PACKAGED = Effort(n_processes=1, n_cuts=512, n_samples=100)
-EDITED = Effort(
-    n_processes=4, n_cuts=CUTS, n_samples=10
-)  # without a cache of keys, it samples slowly
+# An edited model has no cache of keys and values, so it samples slowly.
+EDITED = Effort(n_processes=4, n_cuts=CUTS, n_samples=10)
 
 
 def evaluate(

@@ -140,9 +140,7 @@ class Evaluation:
     cuts: int | None = None  # positions at which the model was seen not to look ahead
     worst: list[Passage] = field(default_factory=list)
     canaries: list[Canary] = field(default_factory=list)
-    answers: dict[str, tuple[int, int]] = field(
-        default_factory=dict
-    )  # by kind: the right ones, and all
+    answers: dict[str, tuple[int, int]] = field(default_factory=dict)  # by kind: right ones, all
     parts: list[Passage] = field(default_factory=list)
     documents: list[Passage] = field(default_factory=list)
 

@@ -178,9 +178,7 @@ def afford(
         return job.model_copy(update={"earlier_cost": earlier})
 
     rates = rates_of(job, known_prices)
-    instance = max(
-        rates, key=lambda name: rates[name]
-    )  # the most expensive type, as SageMaker may choose any
+    instance = max(rates, key=lambda name: rates[name])  # SageMaker may choose any of them
     price = known_prices[instance]
     per_hour = rates[instance]
     spent = earlier if ceiling and earlier else 0.0

@@ -48,9 +48,8 @@ class Upload:
     documents: Count = 0  # the number that were encoded as tokens
     chats: bool = False  # True: the documents are conversations
     contexts: dict[int, Count] = field(default_factory=dict)  # number of conversations, by length
-    answers: dict[str, Count] = field(
-        default_factory=dict
-    )  # by part: the shortest context that holds an answer
+    # The shortest context that holds an answer, by part.
+    answers: dict[str, Count] = field(default_factory=dict)
     vocabulary: str = ""  # the characters of a text
     tokenizer: str = ""  # the `fingerprint` of the tokenizer that made the tokens
     # The share of the validation part that the training part contains; None: not measured.
