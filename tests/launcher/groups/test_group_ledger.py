@@ -80,8 +80,8 @@ def killed(cloud, cli, short_text_file, home):
 
 @pytest.mark.parametrize(
     ("write", "is_torn"),
-    [(1, False), (2, False), (3, False), (4, False), (3, True)],
-    ids=["asked", "reserved", "sent", "settled", "sent-in-part"],
+    [(1, False), (2, False), (3, False), (4, False), (7, False), (3, True)],
+    ids=["asked", "reserved", "sent", "settled", "settled-last", "sent-in-part"],
 )
 def test_a_sweep_survives_a_kill_at_every_write(cloud, cli, home, killed, write, is_torn):
     """No job is lost, started twice, or paid twice; the ceiling holds for all."""

@@ -160,6 +160,7 @@ def test_an_unusable_sweep_starts_no_job(arguments, fact, cli, home, short_text_
         (f"status {GROUP}", 2, f"`sm-nanogpt jobs --group {GROUP}`"),
         (f"delete {GROUP}", 2, f"`sm-nanogpt delete --group {GROUP}`"),
         ("stop", 2, "JOB-ID, or --group"),
+        ("jobs --group nope", 2, "'nope' matches no sweeps"),
         ("jobs --group latst", 2, "'latst' matches no sweeps; did you mean latest?"),
         (f"stop --group {GROUP}", 1, f"sweep {GROUP} has no job yet"),
     ],

@@ -66,6 +66,13 @@ def test_an_interruption_is_a_reason_once_the_job_has_ended():
         assert described(**values, FailureReason="reclaimed").failure_reason == message
 
 
+@pytest.mark.parametrize(("status", "uri"), [("Completed", "s3://b/model"), ("Stopped", None)])
+def test_a_job_has_a_model_once_it_has_completed(status, uri):
+    artifacts = {"S3ModelArtifacts": "s3://b/model"}
+    job = described(TrainingJobStatus=status, ModelArtifacts=artifacts)
+    assert job.model_uri == uri
+
+
 @pytest.mark.parametrize(
     ("instance", "remedy"), [("ml.m5.xlarge", "--volume-size"), ("ml.g5.12xlarge", "--instance")]
 )
