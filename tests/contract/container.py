@@ -91,14 +91,17 @@ exec chroot . /usr/bin/bash -m /opt/image/start.sh </dev/null
 """
 
 # The toolkit looks for the other host once a second, and sleeps for 30 s at the end; here
-# each sleep is 0.2 s at most.
+# each sleep is 0.2 s at most. It imports torch, for two seconds, to note its version.
 TRAIN = """\
-import time, types
+import sys, time, types
+from importlib.metadata import version
 from subprocess import run
 from sagemaker_training import mpi, smdataparallel, trainer
 
 hurried = types.SimpleNamespace(time=time.time, sleep=lambda seconds: time.sleep(min(seconds, 0.2)))
 mpi.time = smdataparallel.time = hurried
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch"].__version__ = version("torch")
 write = mpi._write_env_vars_to_file
 
 def write_and_edit():
