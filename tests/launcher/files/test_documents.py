@@ -10,9 +10,8 @@ import itertools
 import json
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import chdir, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +114,13 @@ def read(path: Path) -> Any:
     "name", ["job.json", "state.json", "hosts/algo-1/checkpoints/metrics-00000001.jsonl"]
 )
 def test_a_job_with_a_hostile_document_is_handled(job, name, capsys):
-    backend, path = LocalBackend(settings_of(job.home)), job.directory / name
-    document = json.loads(path.read_text().splitlines()[0]) if name.endswith("l") else read(path)
-    lines = path.read_bytes() if name.endswith("l") else b""
+    backend = LocalBackend(settings_of(job.home))
+    path = job.directory / name
+    lines = path.read_bytes()
+    document = json.loads(lines.splitlines()[0]) if name.endswith(".jsonl") else json.loads(lines)
 
     def show(content: bytes) -> None:
-        path.write_bytes(lines + content)
+        path.write_bytes(lines + content if name.endswith(".jsonl") else content)
         with our_errors():
             described = backend.describe(job.job_id)
             assert described is not None
@@ -134,13 +134,12 @@ def test_a_job_with_a_hostile_document_is_handled(job, name, capsys):
 def test_an_invalid_line_of_a_curve_hides_no_job(job, cli):
     path = job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
     listed = cli("jobs").out
-    for line in ("null", "[]", '{"step": null}', '{"val_loss": "x"}', "[" * DEEP):
-        with path.open("a") as file:
-            file.write(f"{line}\n")
-        ran = cli("jobs")
-        assert ran.code == 0
-        assert ran.out == listed
-        assert ran.err == ""
+    with path.open("a") as file:
+        file.write("\n".join(["null", "[]", '{"step": null}', '{"val_loss": "x"}', "[" * DEEP, ""]))
+    ran = cli("jobs")
+    assert ran.code == 0
+    assert ran.out == listed
+    assert ran.err == ""
 
 
 # -- texts ----------------------------------------------------------------------------------------
@@ -291,18 +290,12 @@ def test_a_damaged_document_names_the_place_of_its_fault():
         parse(b"1", list[int], "job.json")
 
 
-def put_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as server, chdir(path.parent):
-        server.bind(path.name)  # the path of a socket is short
-
-
 @pytest.mark.parametrize(
     ("put", "reason"),
     [
         (os.mkfifo, "not a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
         (os.mkdir, "Is a directory|not a regular file"),
-        (put_socket, "No such device|not a regular file"),
     ],
 )
 def test_only_a_regular_file_is_opened(put, reason, tmp_path):
@@ -343,7 +336,6 @@ def test_a_published_model_with_a_named_pipe_is_refused(tmp_path, cli):
     ("name", "logs", "sample"),
     [
         ("job.json", 1, 1),
-        ("state.json", 1, 1),
         ("runner.log", 1, 1),
         ("lock", 1, 1),
         ("hosts/algo-1/checkpoints/metrics-00000001.jsonl", 1, 1),

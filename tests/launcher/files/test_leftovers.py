@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -21,48 +18,16 @@ from sm_nanogpt.launcher.files.scratch import remove_all_leftovers, remove_lefto
 from sm_nanogpt.launcher.text.corpus import upload_data
 from sm_nanogpt.launcher.text.sources import temporary
 
-# A command that writes what is temporary, and then waits to be killed.
-WRITES = {
-    "a directory": """
-from sm_nanogpt.launcher.files.scratch import scratch
-with scratch(Path(sys.argv[1]) / "cache", "text-") as directory:
-    (directory / "part").write_text("x")
-    wait()
-""",
-    "a file": """
+# A command that writes a file, and then waits to be killed.
+WRITES = """
+import sys, time
+from pathlib import Path
 from sm_nanogpt.launcher.files import storage
 with storage.replacing(Path(sys.argv[1]) / "store/data/text.txt") as file:
     file.write(b"x" * 100_000)
-    wait()
-""",
-}
-START = """
-import sys, time
-from pathlib import Path
-
-def wait():
     print("it waits", flush=True)
     time.sleep(1000)
 """
-
-
-@contextmanager
-def writing(kind: str, home: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that writes something temporary into a home."""
-    (home / "store/data").mkdir(parents=True)
-    process = subprocess.Popen(
-        [sys.executable, "-c", START + WRITES[kind], str(home)],
-        env={**os.environ, "PYTHONPATH": str(runs.SCRIPT.parents[1])},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "it waits\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def files_in(home: Path) -> set[str]:
@@ -97,14 +62,20 @@ def test_a_file_stays_until_it_has_its_name(tmp_path, monkeypatch):
     assert (tmp_path / "text.txt").read_bytes() == b"x"
 
 
-@pytest.mark.parametrize("kind", WRITES)
-def test_what_a_killed_command_left_is_removed(kind, home):
-    with writing(kind, home) as process:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert files_in(home)
-        remove_all_leftovers(Settings(home=home))
-        assert not files_in(home)
+def test_what_a_killed_command_left_is_removed(home):
+    (home / "store/data").mkdir(parents=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITES, str(home)],
+        env={**os.environ, "PYTHONPATH": str(runs.SCRIPT.parents[1])},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "it waits\n"
+        process.kill()
+    assert files_in(home)
+    remove_all_leftovers(Settings(home=home))
+    assert not files_in(home)
 
 
 @pytest.fixture
@@ -129,13 +100,13 @@ def test_the_next_command_of_a_kind_removes_what_is_left(home, leftovers):
         assert list((home / "cache").iterdir()) == [directory]
 
 
-def test_a_repeated_upload_removes_what_a_killed_one_left(home, text_file):
-    uri = upload_data(text_file, Settings(home=home)).uri
+def test_a_repeated_upload_removes_what_a_killed_one_left(home, short_text_file):
+    uri = upload_data(short_text_file, Settings(home=home)).uri
     directory = storage.local_path(uri)
     assert directory is not None
     (home / f"store/data/{directory.name}.json").unlink()
     (directory / ".input.txt.0123abcd.tmp").write_text("half")
-    upload_data(text_file, Settings(home=home))
+    upload_data(short_text_file, Settings(home=home))
     assert len(list(directory.iterdir())) == 1
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
-from typing import Any
 
 import launching
 import pytest
@@ -22,22 +20,16 @@ JOB = "sm-nanogpt-20261128-191147-173a47"
 
 
 @pytest.fixture
-def moved(home, text_file, tmp_path):
+def moved(home, short_text_file, tmp_path):
     """The settings of a home that was moved after an upload."""
-    upload_data(text_file, Settings(home=home))
+    upload_data(short_text_file, Settings(home=home))
     return Settings(home=home.rename(tmp_path / "a new place, 100 %"))
-
-
-def run_tiny(home: Path, *arguments: str, **values: Any) -> str:
-    """Run the tiny job; its id."""
-    return launching.command(launching.launching(*arguments, **values), home=home).good.out.strip()
 
 
 @pytest.mark.parametrize(
     "path",
     [
         f"store/data/{NAME}",
-        f"store/models/{NAME}",
         f"models/{JOB}/0123456789ab",
         f"models/{JOB}/step-00000010",
         f"sources/{'0123456789abcdef' * 4}",
@@ -50,7 +42,7 @@ def test_what_is_named_by_its_content_is_found_in_a_moved_home(path, home, tmp_p
     assert find_moved((tmp_path / "old" / path).as_uri(), settings) == (home / path).as_uri()
 
 
-@pytest.mark.parametrize("path", ["store/data/notes", "texts/input.txt", "models/mine"])
+@pytest.mark.parametrize("path", ["store/data/notes", "models/mine"])
 def test_what_a_user_named_is_found_nowhere_else(path, home, tmp_path):
     (home / path).mkdir(parents=True)
     old = str(tmp_path / "old" / path)
@@ -81,25 +73,24 @@ def test_the_last_upload_moves_with_its_home(moved):
     assert upload.uri.startswith(moved.home.as_uri())
 
 
-def test_an_upload_is_said_to_be_where_its_home_is(moved, text_file):
-    upload = upload_data(text_file, moved)
+def test_an_upload_is_said_to_be_where_its_home_is(moved, short_text_file):
+    upload = upload_data(short_text_file, moved)
     assert not upload.uploaded
     assert upload.uri.startswith(moved.home.as_uri())
 
 
-@pytest.mark.parametrize("is_uri", [False, True])
-def test_the_last_upload_moves_with_its_store(is_uri, home, text_file, tmp_path):
+def test_the_last_upload_moves_with_its_store(home, short_text_file, tmp_path):
     store = tmp_path / "store"
-    uri = upload_data(text_file, Settings(home=home, store=str(store))).uri
+    uri = upload_data(short_text_file, Settings(home=home, store=str(store))).uri
     store = store.rename(tmp_path / "moved")
-    settings = Settings(home=home, store=store.as_uri() if is_uri else str(store))
+    settings = Settings(home=home, store=store.as_uri())
     assert last_upload(settings) == find_text(uri, settings) == uploads(settings)[0].uri
     assert last_upload(settings).startswith(store.as_uri())
 
 
-def test_the_store_that_is_set_comes_before_that_of_the_home(home, text_file, tmp_path):
-    upload_data(text_file, Settings(home=home))
-    upload_data(text_file, Settings(home=home, store=str(tmp_path / "store")))
+def test_the_store_that_is_set_comes_before_that_of_the_home(home, short_text_file, tmp_path):
+    upload_data(short_text_file, Settings(home=home))
+    upload_data(short_text_file, Settings(home=home, store=str(tmp_path / "store")))
     store = (tmp_path / "store").rename(tmp_path / "moved")
     assert last_upload(Settings(home=home, store=str(store))).startswith(store.as_uri())
 
@@ -117,14 +108,15 @@ def test_a_copied_home_says_who_reads_its_uploads(home, job, text_file, tmp_path
     assert upload.jobs == [job.job_id]
 
 
-def test_a_job_of_a_moved_home_goes_on(home, text_file, tmp_path):
-    upload_data(text_file, Settings(home=home))
-    job_id = run_tiny(home)
-    home = home.rename(tmp_path / "moved")
+def test_a_job_of_a_moved_home_goes_on(finished, home):
+    shutil.copytree(finished.home, home)
+    record = home / "jobs" / finished.job_id / "job.json"
+    record.write_text(record.read_text().replace(str(finished.home), "/an/old/home"))
     settings = Settings(home=home)
-    assert TrackedJob(job_id, settings).describe().data.startswith(home.as_uri())
-    assert uploads(settings)[0].jobs == [job_id]
-    resumed = run_tiny(home, "--resume", job_id, max_steps=12)
+    assert TrackedJob(finished.job_id, settings).describe().data.startswith(home.as_uri())
+    assert uploads(settings)[0].jobs == [finished.job_id]
+    command = launching.launching("--resume", finished.job_id, max_steps=12)
+    resumed = launching.command(command, home=home).good.out.strip()
     assert TrackedJob(resumed, settings).describe().status == "Completed"
 
 
