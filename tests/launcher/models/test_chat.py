@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -32,7 +31,10 @@ def test_a_message_that_is_not_utf8_is_refused(directory):
 
 @pytest.mark.parametrize(
     ("roles", "named"),
-    [(["user"], "message"), (["system", "user"], "instruction"), (["system"], "instruction")],
+    [
+        (["user"], "message"),
+        (["system", "user"], "instruction"),
+    ],
 )
 def test_a_message_beyond_the_context_is_named(directory, roles, named):
     chat = Chat(*load_model(directory))
@@ -70,15 +72,11 @@ def test_a_full_context_keeps_the_instruction_and_some_room(directory):
     assert len(prompt.ids) + prompt.max_new_tokens == size
 
 
-def test_a_tokenizer_without_turns_is_refused(cli, tmp_path, text_file):
-    directory = Path(
-        cli("upload-data", text_file, "--tokenizer", "bpe", "--vocab-size", "300").out[7:-1]
-    )
-    document = json.loads((directory / "tokenizer.json").read_text())
-    document["added_tokens"] = [t for t in document["added_tokens"] if t["content"] != TURN]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    path = write_chats(tmp_path / "chats.jsonl")
+def test_a_tokenizer_without_turns_is_refused(directory, cli, tmp_path):
+    text = (directory / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(text.replace(TURN, "<|other|>"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    path = write_chats(tmp_path / "chats.jsonl")
     ran = cli("upload-data", path, "--tokenizer", tmp_path)
     assert ran.code == 2
     assert TURN in ran.error and "--tokenizer bpe" in ran.error

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,8 @@ from sm_nanogpt.launcher.text.store import Upload
 
 ACTIVATION = "activation = staticmethod(F.silu)"
 VOCABULARY = "abcdefghijk"
+IDS = torch.tensor([[1, 2, 3]])
+NEXT_IDS = torch.tensor([[2, 3, 4]])
 
 
 @pytest.fixture(scope="session")
@@ -42,8 +45,8 @@ def finished_edited(tmp_path_factory, text_file):
     """A job of a script with all edits, which only the job has afterwards. It is shared."""
 
     def build(directory: Path) -> tuple[Path, str]:
-        home, edits = directory / "home", [edit for edits in EDITS.values() for edit in edits]
-        script = launching.edited(directory / "mine", *edits)
+        home = directory / "home"
+        script = launching.edited(directory / "mine", *chain.from_iterable(EDITS.values()))
         command = launching.launching("--entry-point", str(script), data=text_file)
         ran = launching.command(command, home=home).good
         shutil.rmtree(script)
@@ -67,7 +70,8 @@ def write(tmp_path):
     """Writes a small model of an edited folder, as a run does; none of its parts is idle."""
 
     def write(*edits: tuple[str, str], **values: Any) -> SimpleNamespace:
-        folder, directory = launching.edited(tmp_path / "mine", *edits), tmp_path / "model"
+        folder = launching.edited(tmp_path / "mine", *edits)
+        directory = tmp_path / "model"
         module = module_of(folder)
         config = module.make_config({"n_layer": 1, "n_embd": 32, "block_size": 16, **values})
         model = module.GPT(config, len(VOCABULARY)).eval()
@@ -87,8 +91,8 @@ def greedy(model: Any, vocabulary: str, prompt: str, n: int) -> str:
     ids = torch.tensor([[vocabulary.index(character) for character in prompt]])
     with torch.inference_mode():
         for _ in range(n):
-            following = model(ids[:, -model.config.block_size :])[:, -1].argmax(-1, keepdim=True)
-            ids = torch.cat((ids, following), dim=1)
+            logits = model(ids[:, -model.config.block_size :])[:, -1]
+            ids = torch.cat((ids, logits.argmax(-1, keepdim=True)), dim=1)
     return "".join(vocabulary[i] for i in ids[0].tolist()) + "\n"
 
 
@@ -97,7 +101,8 @@ def greedy(model: Any, vocabulary: str, prompt: str, n: int) -> str:
 
 def test_an_edited_model_is_sampled_as_it_was_trained(edited, cli):
     """With its weights as the run trained them, which its checkpoint holds."""
-    module, host = module_of(edited.directory / "code"), edited.directory / "hosts/algo-1"
+    module = module_of(edited.directory / "code")
+    host = edited.directory / "hosts/algo-1"
     training = json.loads((host / "model/training.json").read_text())
     loaded = Checkpoints(host / "checkpoints").load_latest()
     assert loaded is not None
@@ -134,16 +139,17 @@ def test_an_edited_model_names_its_script_and_why(finished_edited):
 
 
 def test_tuning_an_edited_model_needs_its_script(edited, cli, text_file):
-    options = launching.sets(max_steps=2, device="cpu", batch_size=4)
-    command = ["launch", "--instance", "local", "--init-from", edited.job_id, *options]
-    command += ["--data", str(text_file)]
+    steps = {"max_steps": 2, "batch_size": 4, "eval_tokens": 1024, "sample_length": 0}
+    command = ["launch", "--instance", "local", "--data", str(text_file)]
+    command += ["--init-from", edited.job_id, *launching.sets(device="cpu", **steps)]
     assert cli(command).failed(2, "--entry-point DIR")
     tuned = cli(command, "--entry-point", edited.directory / "code").good
     assert "step=0/2 val_loss=" in tuned.err
 
 
 def test_an_edited_model_needs_its_own_script(edited, cli, tmp_path):
-    other, mine = launching.edited(tmp_path / "other", *EDITS["no QK-norm"]), tmp_path / "own"
+    other = launching.edited(tmp_path / "other", *EDITS["no QK-norm"])
+    mine = tmp_path / "own"
     (edited.directory / "code").rename(mine)
     shutil.rmtree(edited.home / "sources")
     command = ("fetch-and-sample", edited.job_id)
@@ -173,9 +179,10 @@ def test_a_stopped_job_is_exported_by_its_script(edited, cli):
 # -- a model ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit", [edit for edit in EDITS if edit != "no QK-norm"])
 def test_each_edit_is_sampled_and_started_from(edit, write, cli, tmp_path):
-    artefact = write(*EDITS[edit], **({"softcap": 3.0} if edit == "hyperparameter" else {}))
+    values = {"softcap": 3.0} if edit == "hyperparameter" else {}
+    artefact = write(*EDITS[edit], **values)
     assert artefact.why
     arguments = ("--prompt", "abc", "--max-new-tokens", "60", "--temperature", "0")
     ran = cli(
@@ -229,7 +236,6 @@ def test_the_package_computes_qwen3_without_the_folder(edit, of_model, write, ca
             ),
             "its logits differ",
         ),
-        ((f"    {ACTIVATION}", "    activation = nn.GELU()"), "has no attribute 'GELU'"),
         ((ACTIVATION, "activation = staticmethod(lambda x: F.relu(x) ** 2)"), "'<lambda>'"),
         ((ACTIVATION, "other = staticmethod(F.silu)"), "has no attribute 'activation'"),
     ],
@@ -258,9 +264,8 @@ def test_an_activation_known_to_qwen3_stays_loadable(write):
 
 
 def test_another_activation_needs_its_script(write, cli):
-    directory = str(write(OTHER_ACTIVATION).directory)
-    for command in (["launch", "--instance", "local", "--init-from"], ["fetch-and-sample"]):
-        assert cli(command, directory).failed(2, "--entry-point DIR")
+    directory = write(OTHER_ACTIVATION).directory
+    assert cli("fetch-and-sample", directory).failed(2, "--entry-point DIR")
 
 
 def exported(tmp_path: Path) -> str:
@@ -313,10 +318,10 @@ def test_another_script_resumes_weights_of_one_shape(
     assert ("at step 11\n" in end.output) is (status == 0)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_parameter_without_a_gradient_is_named(processes, text_file, tmp_path):
+def test_a_parameter_without_a_gradient_is_named(text_file, tmp_path):
+    """Processes that share their gradients would wait for it."""
     command = runs.edited_folder(tmp_path / "mine", EDITS["more weights"][0])
-    arguments = runs.command_line(**launching.TINY, data=text_file, processes=processes)
+    arguments = runs.command_line(**launching.TINY, data=text_file, processes=2)
     end = runs.run(arguments, cwd=tmp_path, command=command)
     assert end.status == 1
     assert re.match(r"TrainingError: blocks\.0\.attention\.qkv\.bias, .*no gradient", end.last_line)
@@ -336,7 +341,7 @@ def third_optimizer(tmp_path):
     return launching.edited(tmp_path / "mine", *THIRD_OPTIMIZER)
 
 
-@pytest.mark.parametrize("values", [{}, {"preset": "baby"}, {"size": 1}], ids=str)
+@pytest.mark.parametrize("values", [{"preset": "baby"}, {"size": 1}], ids=str)
 def test_a_third_optimizer_has_its_own_learning_rate(third_optimizer, values):
     chosen = {"optimizer": "of an edit"}
     request = Request(
@@ -356,7 +361,7 @@ def test_a_third_optimizer_tunes_and_trains(third_optimizer, tmp_path):
     assert config.learning_rate == 0.3
     model = module("model").GPT(config, len(VOCABULARY))
     model.init_weights(1)
-    model(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]])).backward()
+    model(IDS, NEXT_IDS).backward()
     weights_before = model.embed.weight.detach().clone()
     module("optim").Optimizer(model, config, alone()).step(1.0)
     assert not torch.equal(model.embed.weight, weights_before)
@@ -369,7 +374,7 @@ def test_a_frozen_parameter_is_left_as_it_is():
     dict(model.named_parameters())["blocks.0.mlp.down.weight"].requires_grad_(False)
     optimizer = optimizer_of(model)
     weights_before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]])).backward()
+    model(IDS, NEXT_IDS).backward()
     optimizer.step(1.0)
     same = {name for name, p in model.named_parameters() if torch.equal(p, weights_before[name])}
     assert {"embed.weight", "blocks.0.mlp.down.weight"} <= same

@@ -7,12 +7,12 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from token_texts import BYTE_LEVEL, GPT_2, LLAMA_3, QWEN, encoder_of, split
+from token_texts import BYTE_LEVEL, GPT_2, LLAMA_3, encoder_of, split
 
 KINDS = "ab '\na'sdmtlvre\u0301\u093f   \n\t\r\x0b\x0c1a123a½²Ⅷ٣ é漢字🙂 \n_-!? 1\n\x1c\x85"
 
 
-@pytest.fixture(scope="module", params=[None, GPT_2, LLAMA_3, QWEN])
+@pytest.fixture(scope="module", params=[None, GPT_2, LLAMA_3])
 def fast(request, tokenizer):
     document = dict(tokenizer.document)
     if request.param:

@@ -77,7 +77,12 @@ def test_a_file_of_no_step_is_refused(directory):
 
 @pytest.mark.parametrize(
     "count, chosen",
-    [(9, [0, 1, 4, 14, 34]), (3, [0, 4, 34]), (2, [0, 34]), (1, [34]), (0, [34])],
+    [
+        (9, [0, 1, 4, 14, 34]),
+        (3, [0, 4, 34]),
+        (2, [0, 34]),
+        (1, [34]),
+    ],
 )
 def test_fewer_moments_are_spread_evenly(count, chosen):
     assert spread([0, 1, 4, 14, 34], count) == chosen

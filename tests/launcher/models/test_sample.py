@@ -7,6 +7,7 @@ import json
 import launching
 import pytest
 import torch
+from jobs import running
 from launching import Ran
 from models import lively
 
@@ -24,13 +25,6 @@ def say(job, cli):
     return call
 
 
-def test_stdout_holds_only_the_text(say):
-    ran = say()
-    assert ran.code == 0
-    assert len(ran.out) == 61
-    assert ran.out.endswith("\n")
-
-
 def test_a_sample_begins_with_a_word(job, say, monkeypatch):
     pieces = [["\n", "\r\n"], ["\n\n", "b"], ["a", "\n"], ["\n", "c"]]
     monkeypatch.setattr(
@@ -39,10 +33,6 @@ def test_a_sample_begins_with_a_word(job, say, monkeypatch):
     assert say("--num-samples", "2").good.out == "a\n\n---\nb\nc\n"
     assert json.loads(say("--num-samples", "2", "--json").good.out) == ["a\n", "b\nc"]
     assert say("--num-samples", "2", "--prompt", "T").good.out.startswith("T\n\n\na")
-
-
-def test_a_seed_decides_the_text(say):
-    assert say("--seed", "7").out == say("--seed", "7").out != say("--seed", "8").out
 
 
 def test_several_samples_differ_and_are_separated(say):
@@ -61,14 +51,6 @@ def test_the_library_gives_the_same_text_as_the_command(job, say):
     assert say("--prompt", "The ", "--seed", "5").out == f"{text}\n"
 
 
-def test_a_prompt_and_a_text_may_be_longer_than_the_context(say):
-    prompt = "the quick brown fox " * 5
-    ran = say("--prompt", prompt, "--max-new-tokens", "100")
-    assert ran.code == 0
-    assert ran.out.startswith(prompt)
-    assert len(ran.out) == len(prompt) + 101
-
-
 def test_only_the_end_of_a_long_prompt_counts(job):
     model, tokenizer = load_model(Job(job.job_id).model())
     end = "the end of it, which is in sight"
@@ -83,7 +65,6 @@ def test_only_the_end_of_a_long_prompt_counts(job):
         ("--prompt=The ☃ and the \x07", "'\\x07', '☃'"),
         ("--prompt=", "--prompt= is empty"),
         ("--num-samples=0", "'--num-samples': 0 "),
-        ("--temperature=hot", "'--temperature': 'hot' "),
         ("--temperature=nan", "--temperature nan: must be"),
     ],
 )
@@ -98,13 +79,11 @@ def test_an_impossible_wish_is_refused_by_name(say, option, name):
     ("name", "value"),
     [
         ("max_new_tokens", 0),
-        ("num_samples", 10**9),
-        ("temperature", -1),
+        ("num_samples", 10_001),
         ("temperature", float("inf")),
         ("top_k", -1),
         ("top_p", 0),
         ("top_p", 1.1),
-        ("seed", -1),
         ("seed", 2**63),
     ],
 )
@@ -141,23 +120,13 @@ def test_a_directory_without_a_model_is_refused(cli, tmp_path):
         assert "directory" in ran.error
 
 
-def test_a_job_is_sampled_once_it_has_stopped(home, text_file, cli):
-    command = launching.launching("--detach", data=text_file, **launching.ENDLESS)
-    job_id = cli(command).out.strip()
-    launching.wait_for_step(home / "jobs" / job_id)
-    ran = cli("fetch-and-sample", job_id)
-    assert ran.code == 1
-    assert "is still InProgress" in ran.error
-    assert f"`sm-nanogpt logs {job_id} --follow`" in ran.error
-    assert f"`sm-nanogpt stop {job_id}`" in ran.error
+def test_a_running_job_has_no_model_yet(home, cli):
+    with running(home / "jobs/a"):
+        ran = cli("fetch-and-sample", "a")
+    assert ran.failed(
+        1, "is still InProgress", "`sm-nanogpt logs a --follow`", "`sm-nanogpt stop a`"
+    )
     assert not (home / "models").exists()
-    assert cli("stop", job_id).code == 0
-    ran = cli("fetch-and-sample", job_id, "--max-new-tokens", "20")
-    assert ran.code == 0, ran.err
-    checkpoints = (home / "jobs" / job_id).glob("hosts/algo-1/checkpoints/checkpoint-*")
-    step = max(path.stem.removeprefix("checkpoint-") for path in checkpoints)
-    assert f"job {job_id} is Stopped; this is its last checkpoint, step-{step}" in ran.err
-    assert len(ran.out) == 21
 
 
 def test_a_character_of_several_tokens_is_shown_whole(tokenizer):
@@ -174,7 +143,14 @@ def test_a_prompt_that_is_not_utf8_is_refused(tokenizer):
 
 def test_a_sample_ends_with_its_document(tokenizer):
     assert tokenizer.end is not None
-    a, b = encode_prompt(tokenizer, "a", 8) + encode_prompt(tokenizer, "b", 8)
-    steps = ([a, b], [b, tokenizer.end], [tokenizer.end, a], [a, a])
+    (a,) = encode_prompt(tokenizer, "a", 8)
+    (b,) = encode_prompt(tokenizer, "b", 8)
+    end = tokenizer.end
+    steps = [
+        [a, b],
+        [b, end],
+        [end, a],
+        [a, a],
+    ]
     shown = list(decode_steps(map(torch.tensor, steps), tokenizer, 2))
     assert shown == [["a", "b"], ["b", ""], ["", ""]]
