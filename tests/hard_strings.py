@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import unicodedata
+from collections.abc import Sequence
+from functools import cache
 
 from sm_nanogpt.entry_point.text import Tokenizer
 from sm_nanogpt.launcher.models.encoder import GPT2, QWEN35, published_tokenizer
@@ -52,7 +54,8 @@ ENDINGS = ("s", "t", "re", "ve", "m", "ll", "d", "\u017f", "\u017ft", "x", "l", 
 COMMON = "aZ's1 \n.-"  # beside which the characters of each category stand
 
 
-def hard_strings() -> list[str]:
+@cache
+def hard_strings() -> tuple[str, ...]:
     """Over 1,500 texts of all categories of Unicode, of contractions, line ends, and spaces."""
     generator = random.Random(7)
     strings = list(STRINGS)
@@ -73,7 +76,7 @@ def hard_strings() -> list[str]:
         for written in (ending, ending.upper(), ending.capitalize()):
             for before, after in itertools.product(("a", "1", " ", ""), ("", "y", " b")):
                 strings.append(f"{before}'{written}{after}")
-    return strings
+    return tuple(strings)
 
 
 def characters_by_category() -> dict[str, list[str]]:
@@ -109,14 +112,14 @@ def split_by(tokenizer: Tokenizer, pattern: str, normalizer: str | None = None) 
     return Tokenizer(document, END_OF_TEXT)
 
 
-def library_ids(tokenizer: Tokenizer, strings: list[str]) -> list[list[int]]:
+def library_ids(tokenizer: Tokenizer, strings: Sequence[str]) -> list[list[int]]:
     """The ids of texts by the library that train.py's text was encoded with."""
     library = published_tokenizer(tokenizer.document)
     encodings = library.encode_batch(strings, add_special_tokens=False)
     return [encoding.ids for encoding in encodings]
 
 
-def unlike_library(strings: list[str], ids: list[list[int]], tokenizer: Tokenizer) -> list[str]:
+def unlike_library(strings: Sequence[str], ids: list[list[int]], tokenizer: Tokenizer) -> list[str]:
     """The texts whose ids are not those of the library."""
     expected_ids = library_ids(tokenizer, strings)
     differing = []
@@ -126,7 +129,11 @@ def unlike_library(strings: list[str], ids: list[list[int]], tokenizer: Tokenize
     return differing
 
 
-def library_pieces(tokenizer: Tokenizer, text: str) -> list[str]:
-    """The pieces of a text whose bytes the library merges."""
+def library_pieces(tokenizer: Tokenizer, strings: Sequence[str]) -> list[list[str]]:
+    """The pieces of each text whose bytes the library merges."""
     splitter = published_tokenizer(tokenizer.document).pre_tokenizer
-    return [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)]
+    pieces = []
+    for text in strings:
+        spans = [span for _, span in splitter.pre_tokenize_str(text)]
+        pieces.append([text[start:end] for start, end in spans])
+    return pieces

@@ -21,7 +21,7 @@ from sm_nanogpt.launcher.text.tokenizer import END_OF_TEXT
 from sm_nanogpt.launcher.views.model_page import page_of
 
 LETTERS = tokenizer_of("abcdefghij\n")
-N_IDS = 1000  # far beyond the contexts of the models here
+N_IDS = 300  # far beyond the contexts of the models here
 QUESTION = "How are you?"
 
 SMALL = Config(n_layer=2, n_head=2, n_embd=16, block_size=8)

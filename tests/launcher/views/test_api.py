@@ -108,7 +108,8 @@ def test_what_a_request_leaves_out_has_the_values_of_openai(client, player):
 
 
 def test_an_answer_ends_where_the_context_does(client, player):
-    size, player.tokenizer.ends = player.model.config.block_size, set()
+    size = player.model.config.block_size
+    player.tokenizer.ends = set()
     messages = exchange("What is 3 + 3?", "6") * 4 + HELLO
     for limit in ({}, {"max_tokens": 10 * size}):
         usage = client().chat.completions.create(model="mine", messages=messages, **limit).usage
@@ -153,11 +154,7 @@ def refusal(client, openai):
         ({"messages": []}, 400),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, 400),
         ({"temperature": -1}, 400),
-        ({"max_tokens": 0}, 400),
-        ({"logprobs": True}, 400),
         ({"response_format": {"type": "json_object"}}, 400),
-        ({"prompt": "a", "echo": True}, 400),
-        ({"prompt": "a", "best_of": 2}, 400),
         ({"prompt": "a", "logprobs": 1}, 400),
     ],
 )
@@ -168,7 +165,6 @@ def test_a_request_that_cannot_be_met_is_refused(refusal, changes, status):
 
 
 IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
-TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +173,6 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ({"messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content: must be text"),
         ({"prompt": ["a", "b"]}, "prompt: must be one text"),
         ({"stop": [1]}, "stop: must be a string or a list of strings"),
-        ({"tools": TOOLS}, "tools: not supported here"),
         ({"n": 2}, "n: not supported here"),
     ],
 )
@@ -191,10 +186,10 @@ def test_a_message_beyond_the_context_has_the_code_of_openai(refusal):
 
 
 def test_any_number_of_stop_strings_is_taken_in_any_order(client):
-    """Continue sends up to 14."""
+    """OpenAI takes four, and Continue sends more."""
     wish: Any = dict(model="mine", prompt="What", max_tokens=20, temperature=2, seed=1)
     text = client().completions.create(**wish).choices[0].text
-    stops = [text[3:5], text[2:5], text[4:7], *(f"<{n}>" for n in range(11))]
+    stops = [text[3:5], text[2:5], text[4:7], "<1>", "<2>", "<3>"]
     for order in (stops, stops[::-1]):
         (choice,) = client().completions.create(**wish, stop=order).choices
         assert choice.text == text[:2]
@@ -227,17 +222,15 @@ def ask(player):
     return ask
 
 
-@pytest.mark.parametrize("path", ["//v1/models", "/v1///models/"])
-def test_several_slashes_are_one(ask, path):
-    assert [model["id"] for model in ask(path).json()["data"]] == ["named", "/models/other"]
+def test_several_slashes_are_one(ask):
+    models = ask("//v1///models/").json()["data"]
+    assert [model["id"] for model in models] == ["named", "/models/other"]
 
 
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
-        ("/models", "/v1 is missing from the base URL"),
         ("/v1beta/models", "/v1 is missing from the base URL"),
-        ("/v1/v1/models", "/v1 is twice in the base URL"),
         ("//v1//v1", "/v1 is twice in the base URL"),
         ("/v1", "/v1/models lists the models"),
         ("/v1/responses", "GET /v1/responses is not there"),
@@ -252,7 +245,6 @@ def test_a_wrong_path_says_what_is_wrong_with_it(ask, path, hint):
 @pytest.mark.parametrize(
     ("name", "listed"),
     [
-        ("named", "named"),
         ("sm-nanogpt-20261128-182734-6306f7", "named"),
         ("named (…6306f7)", "named"),
         ("/models/other", "/models/other"),
@@ -334,7 +326,7 @@ def test_a_client_that_leaves_ends_its_answer(api_of, streams, openai):
     assert api_client.completions.create(model="mine", prompt="a", max_tokens=1).choices
 
 
-def test_twenty_clients_wait_their_turn(api_of, player):
+def test_several_clients_wait_their_turn(api_of, player):
     api_client = api_of(player)
     wish: Any = dict(model="mine", messages=HELLO, temperature=0, max_tokens=4)
 
@@ -343,8 +335,8 @@ def test_twenty_clients_wait_their_turn(api_of, player):
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
     alone = api_client.chat.completions.create(**wish).choices[0].message.content
-    with ThreadPoolExecutor(20) as pool:
-        assert set(pool.map(answer, range(20))) == {alone}
+    with ThreadPoolExecutor(6) as pool:
+        assert set(pool.map(answer, range(6))) == {alone}
 
 
 def test_a_request_needs_the_key(client, openai):

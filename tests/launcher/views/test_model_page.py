@@ -23,6 +23,7 @@ from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.entry_point.text import Tokenizer
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.models.chat import Chat, Message
+from sm_nanogpt.launcher.models.moments import Moment
 from sm_nanogpt.launcher.models.quantization import quantize_model, with_quantized_weights
 from sm_nanogpt.launcher.text.tokenizer import END_OF_TEXT
 from sm_nanogpt.launcher.values import in_units
@@ -54,21 +55,20 @@ def run(page: str, code: str, tmp_path: Path) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["characters", "grouped heads", "tied head", "conversations"])
 def test_the_page_writes_what_the_sampler_writes(name, tokenizer, tmp_path):
     case = page_case(name, tokenizer)
     assert run(case.page, case.greedy_code, tmp_path) == case.greedy_ids
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["tied head", "norm weights", "BPE"])
 def test_the_page_computes_with_the_quantized_weights(name, tokenizer, tmp_path):
     case = page_case(name, tokenizer)
     page, ids = case.rounded(bits=5)
     assert run(page, case.greedy_code, tmp_path) == ids
 
 
-@pytest.mark.parametrize("normalizer", [None, "NFC"])
-@pytest.mark.parametrize("name", EXPRESSIONS)
+@pytest.mark.parametrize(("name", "normalizer"), [("GPT-2", None), ("Qwen3.5", "NFC")])
 def test_the_page_encodes_text_as_the_library(name, normalizer, tokenizer, text, tmp_path):
     tokenizer = split_by(tokenizer, EXPRESSIONS[name], normalizer)
     strings = [*hard_strings(), text[-2000:]]
@@ -87,36 +87,29 @@ def test_the_page_splits_text_as_the_library(name, tokenizer, tmp_path):
     code = f"""{json.dumps(strings)}.map((text) =>
         Array.from(text.matchAll(tokenizer.pattern), ([piece]) => piece))"""
     pieces = run(page, code, tmp_path)
-    expected = [library_pieces(tokenizer, text) for text in strings]
-    assert [p for p, e in zip(pieces, expected, strict=True) if p != e] == []
+    assert pieces == library_pieces(tokenizer, strings)
 
 
-def test_the_page_reads_a_conversation_as_the_chat(tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [
+            {"role": "user", "content": "How are you? " * 4},
+            {"role": "assistant", "content": "I am well."},
+            {"role": "user", "content": "What is a line break?"},
+        ],
+        [
+            {"role": "system", "content": "Be short."},
+            {"role": "user", "content": "How are you? " * 3},
+            {"role": "assistant", "content": "I am well."},
+            {"role": "user", "content": "And now?"},
+        ],
+    ],
+    ids=["plain", "with an instruction"],
+)
+def test_the_page_reads_a_conversation_as_the_chat(messages, tokenizer, tmp_path):
     tokenizer = Tokenizer(tokenizer.document, END_OF_TEXT, chats=True)
     model = lively(Config(n_layer=1, n_head=1, n_embd=8, block_size=64))
-    messages = [
-        {"role": "user", "content": "How are you? " * 4},
-        {"role": "assistant", "content": "I am well."},
-        {"role": "user", "content": "What is a line break?"},
-    ]
-    page = page_of(model, {}, tokenizer, "a model", {})
-    conversation = run(
-        page, f"tokenizer.encodeConversation({json.dumps(messages)}, 64, 20)", tmp_path
-    )
-    prompt = Chat(model, tokenizer).fit([Message(**message) for message in messages], 20)
-    assert prompt.n_dropped == 2
-    assert conversation == {"ids": prompt.ids, "nDropped": 2}
-
-
-def test_an_instruction_stays_in_a_conversation_on_the_page(tokenizer, tmp_path):
-    tokenizer = Tokenizer(tokenizer.document, END_OF_TEXT, chats=True)
-    model = lively(Config(n_layer=1, n_head=1, n_embd=8, block_size=64))
-    messages = [
-        {"role": "system", "content": "Be short."},
-        {"role": "user", "content": "How are you? " * 3},
-        {"role": "assistant", "content": "I am well."},
-        {"role": "user", "content": "And now?"},
-    ]
     page = page_of(model, {}, tokenizer, "a model", {})
     code = f"tokenizer.encodeConversation({json.dumps(messages)}, 64, 20)"
     prompt = Chat(model, tokenizer).fit([Message(**message) for message in messages], 20)
@@ -197,26 +190,27 @@ def test_play_saves_a_page_and_says_what_it_holds(job, cli, tmp_path):
     assert f"size: {in_units(size)}; " in ran.err
     assert size < 2_000_000
     assert "moments: of steps 0, 1, 2, 3, 4, 5, 6, 10\n" in ran.err
-    fewer = cli("play", job.job_id, "--save", "fewer.html", "--moments", "3", "--bits", "5").good
-    assert re.search(r"moments: of steps 0, \d, 10; the run kept 8\n", fewer.err)
-    assert (tmp_path / "fewer.html").stat().st_size < size
 
 
-def test_a_page_takes_the_moments_that_fit_it(job, cli, monkeypatch):
-    monkeypatch.setattr(saved_page, "MOMENTS_BYTES", 400_000)
-    page = Job(job.job_id).page("some.html")
-    content = page.read_text()
-    assert content.startswith("<!doctype html>")
-    assert 0 < content.count('class="moment"') < 7
-    assert page.stat().st_size < 400_000
+def test_a_page_takes_the_moments_that_fit_it(tmp_path, monkeypatch):
+    model = lively(Config(n_layer=2, n_head=2, n_embd=64, block_size=8))
+    moments = [Moment(step, model) for step in range(8)]
+    draft = PageDraft(model, LETTERS, None, "a model", {})
+    alone = save_page(draft, tmp_path / "alone.html").size
+    limit = 3 * alone
+    monkeypatch.setattr(saved_page, "MOMENTS_BYTES", limit)
+    page = save_page(draft, tmp_path / "some.html", moments=moments)
+    assert page.size <= limit
+    assert 0 < page.path.read_text().count('class="moment"') < 7
+    page = save_page(draft, tmp_path / "five.html", moments=moments, n_moments=5)
+    assert page.size > limit
+    assert page.moments == "of steps 0, 2, 4, 5, 7; the run kept 8"
 
 
 def test_a_page_without_moments_says_so(job, cli):
     directory = Path(Job(job.job_id).model())
     shutil.rmtree(directory / "moments")
     assert "moments: the run kept none\n" in cli("play", directory, "--save", "a.html").good.err
-    assert cli("play", directory, "--save", "b.html", "--moments", "4").failed(2, "moments=4")
-    assert not Path("b.html").exists()
 
 
 def no_measuring(*_: object) -> None:
@@ -241,8 +235,8 @@ def test_a_tokenizer_of_another_kind_is_refused_at_once(tokenizer, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [["--bits", "5"], ["--moments", "5"], ["latest", "--save", "a.html"]],
-    ids=["bits of no file", "moments of no file", "two models"],
+    [["--bits", "5"], ["latest", "--save", "a.html"]],
+    ids=["bits of no file", "two models"],
 )
 def test_a_page_that_cannot_be_saved_is_refused(options, job, cli):
     ran = cli("play", job.job_id, options)
@@ -299,5 +293,7 @@ def test_play_saves_a_page_within_the_limit_of_its_job(job, cli, home):
     copy_job(job, f"{job.job_id}-3", page_limit=10_000)
     refused = cli("play", f"{job.job_id}-3", "--save", "b.html")
     assert refused.failed(2, "its job was launched for 10.0kB; --bits 4 writes it all the same")
-    forced = cli("play", f"{job.job_id}-3", "--save", "b.html", "--bits", "4").good
+    options = ("--bits", "4", "--moments", "3")
+    forced = cli("play", f"{job.job_id}-3", "--save", "b.html", options).good
+    assert re.search(r"moments: of steps 0, \d, 10; the run kept 8\n", forced.err)
     assert "more than the 10.0kB for which the job was launched" in forced.err

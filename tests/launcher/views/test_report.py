@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from jobs import file_rows, sibling
+from reports import reported_run, with_rows
 
 from sm_nanogpt.launcher.cli.jobs import launch_again
-from sm_nanogpt.launcher.curve import Curve, Row
-from sm_nanogpt.launcher.description import JobDescription
+from sm_nanogpt.launcher.curve import Row
 from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.views.page import report_html as page
 from sm_nanogpt.launcher.views.report import Report, ReportedRun, compare
@@ -51,17 +51,6 @@ def test_a_report_replaces_the_one_before_and_opens(job, cli, monkeypatch):
     assert job.job_id in Path("a.html").read_text()
 
 
-def made_up(job_id: str, unit: str, val_loss: float, bits: float, **config: Any) -> ReportedRun:
-    values = {"batch_size": 2, "block_size": 8, "max_steps": 5, **config}
-    row = {"step": 5, "train_loss": val_loss, "val_loss": val_loss, "bits_per_byte": bits}
-    return ReportedRun(
-        JobDescription(job_id, "Completed", "Completed", "local", 1, 0.0, "", values),
-        TrainingJob(data="/data"),
-        Curve(job_id, "", [row]),
-        log=[f"100 parameters; 1,000 {unit} to train on, 100 to validate on, vocabulary 65"],
-    )
-
-
 def test_the_points_are_those_of_the_metrics(job, text_of):
     points = data_of(text_of("latest"))["points"]
     for series, name in (("training", "train_loss"), ("validation", "val_loss")):
@@ -71,24 +60,24 @@ def test_the_points_are_those_of_the_metrics(job, text_of):
     assert {point["color"] for point in points} == {"training", "validation"}
 
 
-def test_the_page_requests_nothing(job, text_of):
-    text = html.unescape(text_of("latest"))
+def test_the_page_requests_nothing():
+    text = html.unescape(page(compare([reported_run("a")])))
     assert not re.search(r"<[^<>]*\b(src|href)\s*=", re.sub(r"(?s)<script>.*?</script>", "", text))
     assert "content=\"default-src 'none'; script-src 'unsafe-inline';" in text
     assert "unsafe-eval" not in text
     assert len(text) < 5_000_000
 
 
-def test_a_hostile_sample_is_inert(job, text_of):
-    with (job.directory / "logs/job.log").open("a") as log:
-        log.write("--- sample after training ---\n| </script><img src=x onerror=alert(1)>\n")
-    text = text_of(job.job_id)
+def test_a_hostile_sample_is_inert():
+    run = reported_run("a")
+    run = with_rows(run, run.curve.rows, after="</script><img src=x onerror=alert(1)>")
+    text = page(compare([run]))
     assert "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;" in text
     assert "<img" not in re.sub(r"(?s)<script>.*?</script>", "", text)
 
 
 def test_a_hostile_name_is_inert_in_the_data():
-    run = replace(made_up("a", "characters", 1.0, 1.0), label="</script><b>")
+    run = replace(reported_run("a"), label="</script><b>")
     text = page(Report([run], [], False))
     assert r"\u003c/script\u003e\u003cb\u003e" in text
 
@@ -105,17 +94,16 @@ def test_differences_come_first_and_the_best_on_top(job, text_of):
 
 @pytest.mark.parametrize(("n_rows", "dots"), [(1, True), (2, False)])
 def test_a_training_line_of_one_point_is_a_dot(n_rows, dots):
-    run = made_up("a", "characters", 1.0, 1.0)
+    run = reported_run("a")
     rows: list[Row] = [{"step": n, "train_loss": 1.0} for n in range(n_rows)]
-    run = replace(run, curve=Curve("a", "", rows))
-    speed = data_of(page(compare([run])))["plots"]["speed"]
+    speed = data_of(page(compare([with_rows(run, rows)])))["plots"]["speed"]
     assert bool(speed["layer"][0]["mark"]["point"]) == dots
 
 
 def test_samples_have_the_color_of_their_run():
-    best = made_up("j1", "characters", 1, 1)
-    run = made_up("j2", "characters", 2, 2)
-    run = replace(run, curve=replace(run.curve, samples={"after training": "text"}))
+    best = reported_run("j1", 1, 1)
+    run = reported_run("j2", 2, 2)
+    run = with_rows(run, run.curve.rows, after="text")
     samples = page(compare([best, run])).partition('id="samples"')[2]
     assert "--run-1" in samples.partition("</h3>")[0]
 
@@ -123,15 +111,15 @@ def test_samples_have_the_color_of_their_run():
 def test_three_runs_are_plotted_by_what_varies():
     runs = []
     for n in (1, 2, 3):
-        config = {"x:Q": n, "seed": n}  # a hyperparameter may have any name
-        runs.append(made_up(f"j{n}", "characters", n, n, **config))
+        config: dict[str, Any] = {"x:Q": n, "seed": n}  # a hyperparameter may have any name
+        runs.append(reported_run(f"j{n}", n, n, **config))
     assert compare(runs).varied == ["x:Q"]
     assert '<div id="by-x:Q"' in page(compare(runs))
     assert compare(runs[:2]).varied == []
 
 
 def of_size(size: float, **explicit: Any) -> ReportedRun:
-    run = made_up(f"s{size:g}", "characters", size, size, n_embd=64 * size, **explicit)
+    run = reported_run(f"s{size:g}", size, size, n_embd=64 * size, **explicit)
     summary = f"size {size:g}"
     for name, value in explicit.items():
         summary += f" {name}={value}"
@@ -151,7 +139,12 @@ def test_what_is_set_besides_a_size_is_a_difference():
 
 
 def test_runs_of_a_size_are_ranked_over_their_seeds():
-    runs = [of_size(1, seed=1), of_size(1, seed=2), of_size(2, seed=1), of_size(2, seed=2)]
+    runs = [
+        of_size(1, seed=1),
+        of_size(1, seed=2),
+        of_size(2, seed=1),
+        of_size(2, seed=2),
+    ]
     ranks = compare(runs).over_seeds
     assert [rank.values["size"] for rank in ranks] == [1, 2]
     assert [len(rank.losses) for rank in ranks] == [2, 2]
@@ -159,28 +152,28 @@ def test_runs_of_a_size_are_ranked_over_their_seeds():
 
 def test_several_seeds_have_a_mean_and_a_spread():
     runs = [
-        made_up("a", "characters", 2.0, 1, dropout=0.1, seed=1),
-        made_up("b", "characters", 3.0, 1, dropout=0.1, seed=2),
-        made_up("c", "characters", 2.25, 1, dropout=0.2, seed=1),
-        made_up("d", "characters", 2.5, 1, dropout=0.2, seed=2),
+        reported_run("a", 2.0, dropout=0.1, seed=1),
+        reported_run("b", 3.0, dropout=0.1, seed=2),
+        reported_run("c", 2.25, dropout=0.2, seed=1),
+        reported_run("d", 2.5, dropout=0.2, seed=2),
     ]
     text = page(compare(runs))
     table = text[text.index("Over the seeds") :].partition("</table>")[0]
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", table)
     assert cells[:5] == ["0.2", "2.3750", "2.2500", "2.5000", "2"]
     assert cells[5:] == ["0.1", "2.5000", "2.0000", "3.0000", "2"]
-    assert "Over the seeds" not in page(compare([made_up("a", "characters", 1, 1)]))
+    assert "Over the seeds" not in page(compare([reported_run("a")]))
 
 
 def test_a_report_says_that_generations_begin_anew():
-    twice = made_up("a", "characters", 1, 1, generations=2, max_steps=30)
+    twice = reported_run("a", generations=2, max_steps=30)
     assert "trains 2 generations of 30 steps" in page(compare([twice]))
-    once = made_up("b", "characters", 1, 1, max_steps=30)
+    once = reported_run("b", max_steps=30)
     assert "generations" not in page(compare([once])).partition("<script")[0]
 
 
 def test_resume_is_no_difference_and_its_pause_no_time():
-    run = made_up("a", "characters", 1, 1)
+    run = reported_run("a")
     resumed = replace(run, job=TrainingJob(data="/data", resume="b"))
     assert compare([run, resumed]).differing == []
 
@@ -190,7 +183,7 @@ def test_resume_is_no_difference_and_its_pause_no_time():
         {"step": 2, "time": 550},
         {"step": 3, "time": 560},
     ]
-    run = replace(run, curve=Curve("a", "", rows))
+    run = with_rows(run, rows)
     started_once = replace(run, description=replace(run.description, started=90))
     assert started_once.times == [10, 20, 460, 470]
     started_again = replace(run, description=replace(run.description, started=540))
@@ -198,8 +191,8 @@ def test_resume_is_no_difference_and_its_pause_no_time():
 
 
 def test_two_tokenizers_are_compared_by_bits_per_byte():
-    characters = made_up("c", "characters", 1.5, 2.2)
-    report = compare([characters, made_up("t", "tokens", 4.5, 2.1)])
+    characters = reported_run("c", 1.5, 2.2)
+    report = compare([characters, reported_run("t", 4.5, 2.1, unit="tokens")])
     assert [run.label for run in report.runs] == ["t", "c"]
     text = page(report)
     assert {point["loss"] for point in data_of(text)["points"]} == {2.1, 2.2}
