@@ -145,3 +145,14 @@ def test_a_directory_that_cannot_be_removed_ends_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("os.rmdir", Mock(side_effect=OSError(39, "Directory not empty")))
     with scratch(tmp_path / "cache", "text-") as directory:
         (directory / "shard").write_bytes(b"x")
+
+
+@pytest.mark.parametrize(("days", "stays"), [(0.5, True), (2, False)])
+def test_a_directory_without_a_lock_stays_for_a_day(days, stays, tmp_path):
+    """An older version wrote it, or NFS keeps it."""
+    directory = tmp_path / "text-0123"
+    directory.mkdir()
+    written = time.time() - days * 24 * 60 * 60
+    os.utime(directory, (written, written))
+    remove_leftovers([directory])
+    assert directory.exists() == stays
