@@ -86,6 +86,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not TOML: {error}") from None
     for name, value in values.items():
         if isinstance(value, dict):
-            problem = f"{name} is a section or another table; give plain values, without sections"
+            problem = f"has a section [{name}], or a table of that name; give plain values"
             raise InputError(f"{path}: {problem}")
     return values

@@ -279,7 +279,7 @@ def test_a_document_may_have_just_the_largest_size(home):
 def test_a_file_of_hyperparameters_has_no_tables(tmp_path, content):
     path = tmp_path / "mine.toml"
     path.write_text(content)
-    with pytest.raises(InputError, match="model is a section or another table"):
+    with pytest.raises(InputError, match=r"has a section \[model\], or a table"):
         read_toml(path)
 
 
