@@ -211,6 +211,7 @@ MODULES = {
 EQUIVALENT = {
     ('gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file,', "0 -> (1)"): "any time will do",
     ("volume_size: int = 0  # GiB of disk per instance", "0 -> (1)"): "each backend gives one",
+    ("n_tokens = 0", "0 -> (1)"): "the part for validation may be a token shorter",
 }
 
 COMPARISONS = {
