@@ -440,6 +440,12 @@ open("busy", "w").close()
 """
 
 
+WAIT = """
+open("begun", "w").close()
+time.sleep(60)
+"""
+
+
 @wrapped_or_not
 def test_a_program_ends_with_the_process_that_started_it(layout, sandboxed):
     code = (
@@ -447,13 +453,14 @@ def test_a_program_ends_with_the_process_that_started_it(layout, sandboxed):
         "from sm_nanogpt.launcher.local import confine\n"
         f"confine.layers = lambda: {set(sandboxed)!r}\n"
         f"sandbox = confine.Sandbox([], Path({str(layout.scratch)!r}))\n"
-        f"command = [sys.executable, '-c', {DAEMON!r} + 'time.sleep(60)', {MARK!r}]\n"
+        f"command = [sys.executable, '-c', {DAEMON + WAIT!r}, {MARK!r}]\n"
         "fds = [confine.lease(os.getpid())]\n"
         "command = confine.confined(command, sandbox)\n"
         "subprocess.run(command, start_new_session=True, pass_fds=fds)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(confine.__file__).parents[2])
-    launching.until(lambda: len(living(MARK)) > 1)
+    launching.until((layout.scratch / "begun").exists)  # else it would end by its lease
+    (layout.scratch / "begun").unlink()
     parent.kill()
     parent.wait()
     launching.until(lambda: not living(MARK), 10)
