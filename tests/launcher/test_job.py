@@ -243,7 +243,7 @@ def test_an_edited_copy_runs_once_and_prints_nothing(tmp_path, capsys):
     [
         (["--set", "n_layr=2"], "did you mean n_layer?"),
         (["--config", "unknown.toml"], "did you mean n_layer?"),
-        (["--config", "table.toml"], "table.toml: model is a "),
+        (["--config", "table.toml"], "[model]"),
         (["--config", "latin.toml"], "not TOML"),
         (["--config", "."], ".: not a regular file"),
         (["--set", "batch_size=7", "--processes-per-instance", "2"], "batch_size=6 or 8"),
