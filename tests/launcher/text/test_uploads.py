@@ -282,7 +282,7 @@ def test_a_part_of_several_names_is_refused_with_them(two_uploads):
 
 @pytest.mark.parametrize("word", ["Fox", "fix-123456789012"])
 def test_a_word_of_nothing_is_no_upload(home, two_uploads, word):
-    (home / "store/data/Fox.json").write_text("{}")  # the manifest of none
+    (home / "store/data/Fox-notes.json").write_text("{}")  # no manifest
     with pytest.raises(InputError, match=f"neither a file nor an upload {word}"):
         find_text(word, load_settings())
 
