@@ -38,7 +38,9 @@ def use_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_pipe_gets_a_log_as_it_is(job, cli):
     (job.directory / "logs/job.log").write_bytes(HOSTILE.encode())
-    assert cli("logs", job.job_id).good.out == HOSTILE
+    ran = cli("logs", job.job_id).good
+    assert ran.out == HOSTILE
+    assert ran.err == ""
 
 
 def test_a_log_reaches_a_terminal_escaped(job, cli, monkeypatch):
