@@ -210,6 +210,14 @@ MODULES = {
 # Survivors that change nothing that a user or a test could see: the line, its change, the reason.
 EQUIVALENT = {
     (
+        "for index, nats in zip(indices, nats_of_batch, strict=True):",
+        "True -> (False)",
+    ): "each index has its losses",
+    (
+        "run_hashes = hashes(training[begin : begin + CHUNK + length - 1], length)",
+        "begin + CHUNK + length - 1 -> (begin + CHUNK + length + 1)",
+    ): "the next chunk has these two runs too",
+    (
         "for length in {longest // 8, longest // 3, longest // 2} - {0}:",
         "longest // 3 -> (longest * 3)",
     ): "the other lengths show the same",
