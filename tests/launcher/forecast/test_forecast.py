@@ -546,9 +546,10 @@ def text_here(tmp_path, text):
 
 
 def test_a_job_keeps_what_was_forecast_for_its_size(cli, lawful, text_here):
-    table = json.loads(cli("launch", "--forecast", "--data", text_here, "--json").good.out)
+    assert cli("upload-data", text_here).good
+    table = json.loads(cli("launch", "--forecast", "--json").good.out)
     row = table["rows"][0]
-    request = Request(instance="local", data=text_here, size=row["size"])
+    request = Request(instance="local", size=row["size"])
     expected = prepare(request, load_settings()).job.expected
     assert expected is not None
     assert expected.loss == row["expected"]["loss"]
