@@ -172,13 +172,14 @@ def test_a_launch_names_the_command_that_forecasts(rehearse):
     assert "launch --forecast --data " in ran.err
 
 
-def test_a_launch_says_what_twice_the_file_gives(rehearse, monkeypatch):
+def test_a_launch_says_what_twice_the_file_gives(rehearse, text_file, monkeypatch):
     from sm_nanogpt.launcher.launching import draft
 
     monkeypatch.setattr(draft, "forecast_rows", lambda *_: rows(2.0, 1.5, 1.1))
 
     def launch(*options: str) -> str:
-        err: str = rehearse("--instance", "ml.g5.xlarge", options).good.err
+        long_text = ["--instance", "ml.g5.xlarge", "--data", text_file]
+        err: str = rehearse(long_text, options).good.err
         return err
 
     assert "twice the file, size " in launch("--fit", "250kB")
