@@ -205,6 +205,8 @@ def test_a_page_takes_the_moments_that_fit_it(tmp_path, monkeypatch):
     page = save_page(draft, tmp_path / "five.html", moments=moments, n_moments=5)
     assert page.size > limit
     assert page.moments == "of steps 0, 2, 4, 5, 7; the run kept 8"
+    page = save_page(draft, tmp_path / "none.html", alone + 1000, moments)
+    assert page.moments.startswith("the end alone, as all 8 would make over ")
 
 
 def test_a_page_without_moments_says_so(job, cli):
