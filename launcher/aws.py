@@ -80,8 +80,8 @@ def raise_offline(*_: object, **__: object) -> NoReturn:
 def make_client(session: Any, service: str, region: str, attempts: int | None = None) -> Any:
     """Make a client of a service of AWS, whose calls raise the errors of service_errors.
 
-    By default it retries a call as often as AWS_MAX_ATTEMPTS says, or PATIENT_ATTEMPTS times, with
-    the timeouts of botocore: a command may watch a job for hours. A number of attempts is for calls
+    By default a call gets AWS_MAX_ATTEMPTS attempts, or PATIENT_ATTEMPTS, with the timeouts of
+    botocore: a command may watch a job for hours. A number of attempts is for calls
     that a command can do without; QUICK_TIMEOUTS then make them fail within seconds.
     """
     from botocore.config import Config

@@ -45,7 +45,8 @@ def not_asked(settings: Settings) -> str:
 
 
 class Listing:
-    """The caller's jobs, or everyone's, newest first. Backends are asked while they are iterated.
+    """The caller's jobs, or everyone's, newest first. A backend is asked while its jobs
+    are iterated.
 
     unreadable and failure say what is missing among the jobs that were iterated.
     """

@@ -30,7 +30,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Price:
-    """A price of an instance type. per_hour is in USD for one instance; source has its date."""
+    """A price of an instance type.
+
+    per_hour is in USD for one instance; source says where it is from, and its date.
+    """
 
     per_hour: float
     source: str

@@ -205,9 +205,9 @@ class Job(TrackedJob):
 
         The default path is model-ID.html. `bits` is the number of bits in which each weight is
         stored (default: the fewest that hardly raise the loss). `moments` is the number of moments
-        of the training that the page shows (default: all that the run kept, if the page then has at
-        most 20 MB). Raises InputError if an edited folder computes the model, or if more than one
-        moment is asked for and the run kept none.
+        of the training that the page shows (default: as many of those that the run kept as fit into
+        20 MB, or into the limit of `fit`). Raises InputError if an edited folder computes the
+        model, or if more than one moment is asked for and the run kept none.
         """
         from sm_nanogpt.launcher.views.saved_page import save_model_page
 

@@ -77,7 +77,8 @@ class Source:
             raise InputError(f"{error.filename or directory}: {error.strerror}") from None
 
         for name in files:
-            if not name.removesuffix(".py").isidentifier():  # or a line of sha256sum
+            if not name.removesuffix(".py").isidentifier():
+                # Other names could look like lines of sha256sum.
                 problem = f"the name {name!r} is no Python identifier; rename the file"
                 raise InputError(f"{directory}: {problem}")
         for name in ("config.py", "train.py"):

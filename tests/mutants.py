@@ -238,9 +238,9 @@ EQUIVALENT = {
         "parts = {run[start : start + PART] for start in range(len(run) - PART + 1)}",
         "len(run) - PART + 1 -> (len(run) - PART - 1)",
     ): "two parts of 47 change no verdict",
-    ('gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file,', "0 -> (1)"): "any time will do",
+    ('gzip.GzipFile(fileobj=archive, mode="wb", mtime=0) as file,', "0 -> (1)"): "any time will do",
     ("volume_size: int = 0  # GiB of disk per instance", "0 -> (1)"): "each backend gives one",
-    ("n_tokens = 0", "0 -> (1)"): "the part for validation may be a token shorter",
+    ("n_validation_tokens = 0", "0 -> (1)"): "the part for validation may be a token shorter",
     (
         'LINES = (("raw", 1, 0.3), ("training", 1.25, 0.75), ("validation", 2.75, 1.0))  '
         "# width, opacity",

@@ -74,7 +74,10 @@ def first_problem(error: ValidationError) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file of plain values. Raises InputError if it cannot be read, or has tables."""
+    """Read a TOML file of plain values.
+
+    Raises InputError if it cannot be read, or if a value is a table.
+    """
     try:
         values = tomllib.loads(read_file(path, MAX_BYTES).decode())
         # tomllib reads an integer of any length. One with over 4,300 digits, which no message could

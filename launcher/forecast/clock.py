@@ -71,8 +71,8 @@ class LocalClock:
         around = 0.0
         for size in sizes:
             config = self.sizes.config(size)
-            step_work = self.sizes.step_work(config)
-            step_seconds = step_work / flops
+            n_operations = self.sizes.operations_of_step(config)
+            step_seconds = n_operations / flops
             if step_seconds < LONG_STEP:
                 n_steps = min(steps_to_time(step_seconds), config.max_steps)
                 timed = self.time(self.first_steps(size, n_steps))
@@ -80,7 +80,7 @@ class LocalClock:
                     return None
                 around = timed.around
                 step_seconds = timed.step_seconds
-                flops = step_work / step_seconds
+                flops = n_operations / step_seconds
             seconds[size] = around + step_seconds * self.steps_with_evaluations(config)
         return seconds
 
@@ -99,12 +99,12 @@ class LocalClock:
             if pilot.cpu_seconds is None:
                 return None
             config = self.sizes.config(planned.size, planned.n_tokens)
-            works.append(self.sizes.step_work(config))
+            works.append(self.sizes.operations_of_step(config))
             seconds.append(pilot.cpu_seconds / config.max_steps)
         slope, intercept = linear_regression(works, seconds)
 
         def step_seconds(config: Any) -> float:
-            return max(0.0, intercept) + slope * self.sizes.step_work(config) / cores()
+            return max(0.0, intercept) + slope * self.sizes.operations_of_step(config) / cores()
 
         return step_seconds if slope > 0 else None
 

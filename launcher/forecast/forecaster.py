@@ -162,7 +162,7 @@ class Forecaster:
     def work_of(self, planned: PlannedPilot) -> float:
         """The operations of a pilot, including those that take as long as the overhead of steps."""
         config = self.sizes.config(planned.size, planned.n_tokens)
-        return float(config.max_steps * (self.sizes.step_work(config) + STEP_OVERHEAD))
+        return float(config.max_steps * (self.sizes.operations_of_step(config) + STEP_OVERHEAD))
 
     def losses(
         self,

@@ -87,7 +87,8 @@ class TextLaw:
     above: float  # by how much the log loss of the largest pilot is above the law
 
     def losses(self, runs: Sequence[MeasuredRun]) -> list[tuple[float, float]]:
-        """For each larger run, the median of its loss, and the deviation of its log loss."""
+        """For each larger run, the median of its loss, and the standard deviation of its log
+        loss."""
         x = self.law.features(runs)
         variance = (x @ self.covariance * x).sum(1) + self.law.noise**2
         medians = (x @ self.mean + self.above).exp()

@@ -39,14 +39,14 @@ class Sizes:
         trained_on = config.max_steps * config.batch_size * config.block_size
         return MeasuredRun(config.matrix_parameters, trained_on, n_tokens or self.n_tokens)
 
-    def step_work(self, config: Any) -> float:
+    def operations_of_step(self, config: Any) -> float:
         """The operations of a step of a run with this config."""
         return operations_of_step(config, self.vocabulary_size)
 
     def work(self, size: float) -> float:
         """The operations of a run of a size on the whole text."""
         config = self.config(size)
-        return self.step_work(config) * float(config.max_steps)
+        return self.operations_of_step(config) * float(config.max_steps)
 
 
 def operations_of_step(config: Any, vocabulary_size: int) -> float:

@@ -66,8 +66,8 @@ def begin_sweep(plan: SweepPlan) -> Iterator[Event]:
     The iterator starts the jobs, `parallel` at a time, until all have ended, and yields each when
     it starts and when it ends. Ended jobs are added to plan.group. A job that is deleted meanwhile
     is logged, and leaves the group. A job that stopped or failed earlier continues from its
-    checkpoint. If a quota of the account keeps a job from starting, it waits until another job
-    ends. After an error, the running jobs keep running.
+    checkpoint. If a quota of the account keeps a job from starting, the job waits until another
+    one ends. After an error, the running jobs keep running.
     """
     if plan.first is not None:
         plan.first.upload()

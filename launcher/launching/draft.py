@@ -126,7 +126,7 @@ class Draft:
                 self.request = sizing.sized(self.request, self.texts)
         self.request = sizing.with_whole_windows(self.request, self.texts["data"])
         if self.earlier is None and "max_steps" not in self.original.hyperparameters:
-            self.request = sizing.with_fitting_steps(self.request, self.texts["data"])
+            self.request = sizing.with_fitting_steps(self.request, self.texts)
 
     def fit_page(self, page_limit: int) -> None:
         """Set the size by the bytes that the page of the model may have, and what depends on it."""

@@ -18,9 +18,9 @@ from sm_nanogpt.launcher.job import Request, TrainingJob
 from sm_nanogpt.launcher.launching.draft import Draft, fill
 from sm_nanogpt.launcher.launching.resume import EarlierJob, check_resumable
 from sm_nanogpt.launcher.launching.texts import (
-    PARTS,
     check_readings,
     check_texts,
+    part_of,
     tokens_to_read,
     warn_of_few_conversations,
 )
@@ -152,8 +152,8 @@ def check(draft: Draft) -> None:
     if upload is not None and job.init_from is None and earlier is None:
         warn_of_few_conversations(upload)
     if upload is not None:
-        part = "" if job.validation is None else PARTS["data"]
-        check_readings(draft.original, config, tokens_to_read(upload, config, part))
+        n_tokens = tokens_to_read(upload, config, part_of("data", draft.texts))
+        check_readings(draft.original, config, n_tokens)
 
 
 def check_device(job: TrainingJob, is_explicit: bool, earlier: EarlierJob | None) -> None:

@@ -12,9 +12,9 @@ from sm_nanogpt.launcher.files.documents import Scalar
 from sm_nanogpt.launcher.job import Request
 from sm_nanogpt.launcher.launching.texts import (
     FEW_READINGS,
-    PARTS,
     READINGS,
     memorizes,
+    part_of,
     readings_of,
     steps_for,
     tokens_to_read,
@@ -64,15 +64,14 @@ def text_length(request: Request, texts: Texts) -> TextLength:
 
 
 def validation_fraction_of(request: Request) -> float:
-    """The fraction of its text by which a run of a request validates.
+    """The fraction of its text by which a run of a request validates. Raises InputError.
 
-    A value that no run takes counts as the default. The check of the hyperparameters refuses it.
+    The other hyperparameters may fit only those of a size, so they are not checked here.
     """
-    try:
-        fraction = float(request.hyperparameters.get("validation_fraction", VALIDATION_FRACTION))
-    except ValueError:
-        return VALIDATION_FRACTION
-    return fraction if 0 < fraction < 1 else VALIDATION_FRACTION
+    name = "validation_fraction"
+    values = {key: value for key, value in request.hyperparameters.items() if key == name}
+    alone = request.model_copy(update={"preset": None, "hyperparameters": values})
+    return float(getattr(alone.config(world_size=1), name, VALIDATION_FRACTION))
 
 
 def sized(request: Request, texts: Texts) -> Request:
@@ -189,18 +188,18 @@ def with_whole_windows(request: Request, text: Channel) -> Request:
     return with_hyperparameter(request, "short_windows", 0)
 
 
-def with_fitting_steps(request: Request, text: Channel) -> Request:
+def with_fitting_steps(request: Request, texts: Texts) -> Request:
     """The request with fewer steps, if it starts from a model and would read its text too often.
 
-    The steps stay if they come from the preset, and if the warm-up would take more than the fewer
+    The steps stay if they come from the preset, or if the warm-up would take more than the fewer
     steps. The steps of fine-tuning, which an initial model prescribes, replace those of a preset.
     """
     has_own_steps = request.preset is not None and "max_steps" not in request.hyperparameters
-    if request.init_from is None or has_own_steps or text.upload is None:
+    upload = texts["data"].upload
+    if request.init_from is None or has_own_steps or upload is None:
         return request
     config = request.config(world_size=1)
-    part = "" if request.validation is None else PARTS["data"]
-    n_tokens = tokens_to_read(text.upload, config, part)
+    n_tokens = tokens_to_read(upload, config, part_of("data", texts))
     if not memorizes(config, n_tokens):
         return request
     steps = steps_for(config, n_tokens)

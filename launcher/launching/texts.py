@@ -54,12 +54,10 @@ def check_texts(channels: Texts, config: Any) -> None:
     Warns of conversations that are longer than the context, of a validation text that is also the
     training text, and of one that the training text contains in large part.
     """
-    holds_both_parts = len(channels) == 1
     for name, channel in channels.items():
         if channel.upload is not None:
-            part = "" if holds_both_parts else PARTS[name]
             with about(name, channel.shown):
-                check_upload(channel.upload, channel.shown, config, part)
+                check_upload(channel.upload, channel.shown, config, part_of(name, channels))
             warn_of_long_conversations(channel.upload, config.block_size)
 
     contents = set()
@@ -69,6 +67,11 @@ def check_texts(channels: Texts, config: Any) -> None:
         logger.warning("validation is the text to train on: val_loss will not show memorizing")
     else:
         warn_of_repeats(channels["data"].shown, repeated_share_of(channels))
+
+
+def part_of(name: str, texts: Texts) -> str:
+    """The part that a text of a job is, a value of PARTS; "" if it holds both parts."""
+    return PARTS[name] if "validation" in texts else ""
 
 
 def check_upload(upload: Upload, shown: str, config: Any, part: str) -> None:

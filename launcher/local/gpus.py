@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEVICES = Path("/dev")
-DRIVER = Path("/proc/driver/nvidia/gpus")  # has a directory for each GPU, in the order of the bus
+DRIVER = Path("/proc/driver/nvidia/gpus")  # GPUs, by address on the bus
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,10 @@ class Program:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to the program; if bwrap runs it, only to that. Any thread may call this."""
+        """Send SIGKILL to the program, and not to a bwrap that runs it.
+
+        Any thread may call this.
+        """
         if self.status is not None:
             return
         if not self.is_wrapped:

@@ -347,7 +347,10 @@ class SageMakerBackend(Backend):
     def list(
         self, everyone: bool = False, name: str | None = None
     ) -> Iterator[JobDescription | UnreadableJob]:
-        """Yield jobs, a page at a time. This fails in seconds if AWS does not answer."""
+        """Yield jobs; each page is asked for when it is needed.
+
+        This fails in seconds if AWS does not answer.
+        """
         self.account.caller(patient=False)
         for raw in self.account.search_raw(everyone, name):
             try:

@@ -179,7 +179,8 @@ def not_text(name: object, fault: EncodingFault) -> InputError:
 def error_if_nearly_utf8(name: object, fault: EncodingFault) -> InputError | None:
     """The error for a text that is UTF-8 except for a few bytes; None for any other text.
 
-    To read such a text in another encoding would spoil it.
+    To read such a text in another encoding would spoil it. A text with the byte order mark of
+    UTF-8 counts as such, however many of its bytes are faulty.
     """
     text = fault.content.decode("utf-8", "surrogateescape")  # a faulty byte: \udc80 to \udcff
     faulty_parts = list(re.finditer("[\udc80-\udcff]+", text))

@@ -170,8 +170,8 @@ def find_text(typed: str, settings: Settings) -> str:
     """Return the URI of the upload that a user named by its name, a part of that, or an earlier
     location.
 
-    Any other path or URI is returned unchanged. Raises InputError if `typed` is no path, and no
-    name of an upload or part of just one.
+    Any other path or URI is returned unchanged. Raises InputError if `typed` is no path, and
+    either names no upload or is a part of several names.
     """
     if not PART_OF_NAME.fullmatch(typed) or Path(typed).exists():
         return find_moved(typed, settings)

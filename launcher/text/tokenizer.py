@@ -140,7 +140,7 @@ def learn_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[END_OF_TEXT, TURN, END_OF_TURN],  # TURN is for later conversations
+        special_tokens=[END_OF_TEXT, TURN, END_OF_TURN],  # the last two: later chats
         show_progress=False,
     )
 

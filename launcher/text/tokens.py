@@ -185,14 +185,14 @@ def split(ends: array[int], hashes: Sequence[int]) -> dict[str, list[int]]:
 
     max_tokens = min(int(ends[-1] * VALIDATION_FRACTION), VALIDATION_TOKENS)
     validation: set[int] = set()  # hashes
-    n_tokens = 0
+    n_validation_tokens = 0
     for index in reversed(order):
         content_hash = hashes[index]
-        if n_tokens >= max_tokens:
+        if n_validation_tokens >= max_tokens:
             break
         if lengths[content_hash] <= max_tokens and content_hash not in validation:
             validation.add(content_hash)
-            n_tokens += lengths[content_hash]
+            n_validation_tokens += lengths[content_hash]
     if not validation:
         validation = {min(lengths, key=lengths.__getitem__)}
     return {

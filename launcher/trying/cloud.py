@@ -336,7 +336,11 @@ class SageMakerRuns(GroupRun):
         return description
 
     def seconds_for(self, n_runs: int) -> int:
-        """The time limit of a job of n_runs, in seconds: twice that of the first folder's runs."""
+        """The time limit of a job of n_runs, in seconds.
+
+        It is twice what they take, by the runs of the first folder, with SLACK_SECONDS and the
+        upload.
+        """
         run_seconds = self.search.budget.first_seconds()
         n_rounds = math.ceil(n_runs / (count_gpus(self.instance) or 1))
         return math.ceil(SLACK_SECONDS + 2 * run_seconds * n_rounds + self.upload_seconds(n_runs))

@@ -131,6 +131,6 @@ def end_of_copy(text: bytes, start: int, runs_of_judge: set[bytes]) -> int:
 
 
 def repeats_itself(run: bytes) -> bool:
-    """True if under half of the parts of PART bytes of a run are different."""
+    """True if a run has fewer different parts of PART bytes than half of its bytes."""
     parts = {run[start : start + PART] for start in range(len(run) - PART + 1)}
     return len(parts) < len(run) / 2

@@ -190,7 +190,7 @@ def block_of(kind: str, attribute: str, content: str = "") -> str:
 
 
 def page_with(blocks: Sequence[str], *policies: str) -> str:
-    """Make the page with these blocks. `policies` allow what its security policy else forbids."""
+    """Make the page with these blocks. `policies` allow what else it would forbid."""
     page = TEMPLATE.read_text(encoding="utf-8")
     page = page.replace("/*engine*/", ENGINE.read_text(encoding="utf-8"))
     page = page.replace("/*moments*/", SLIDER.read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from sm_nanogpt.entry_point.sizes import hyperparameters_for_size
 from sm_nanogpt.launcher.job import SEARCH_VARIABLE, Request, TrainingJob
 from sm_nanogpt.launcher.launching import sizing, texts
 from sm_nanogpt.launcher.text.channels import Channel
-from sm_nanogpt.launcher.text.store import Upload
+from sm_nanogpt.launcher.text.store import VALIDATION_FRACTION, Upload
 
 
 def job(
@@ -131,14 +131,14 @@ def text(tokens: int, chats: bool = False) -> dict[str, Channel]:
 )
 def test_a_start_from_a_model_reads_a_short_text_4_times(values, tokens, steps):
     request = Request(instance="local", **values)
-    filled = sizing.with_fitting_steps(request, text(tokens)["data"])
+    filled = sizing.with_fitting_steps(request, text(tokens))
     assert filled.hyperparameters.get("max_steps") == steps
 
 
 @pytest.mark.parametrize("tokens, warns", [(600, True), (2_000, False)])
 def test_a_start_from_a_model_in_few_steps_warns(tokens, warns, caplog):
     request = Request(instance="local", init_from="JOB")
-    sizing.with_fitting_steps(request, text(tokens)["data"])
+    sizing.with_fitting_steps(request, text(tokens))
     assert any("so few steps" in message for message in caplog.messages) is warns
 
 
@@ -151,8 +151,13 @@ def test_a_size_is_for_the_part_of_the_text_that_trains():
     half = job("local", size=1.0, validation_fraction=0.5)
     length = sizing.text_length(half, plain_text(100_000))
     assert length.n_tokens == 50_000
-    refused = job("local", size=1.0, validation_fraction=7)  # by the check of the hyperparameters
-    assert sizing.text_length(refused, plain_text(100_000)).n_tokens == 90_000
+    all_of_it = job("local", size=1.0, validation_fraction=0.9999)
+    with pytest.raises(InputError, match="must be a number from"):
+        sizing.text_length(all_of_it, plain_text(4_000))
+
+
+def test_an_upload_and_a_run_validate_by_the_same_fraction():
+    assert Config().validation_fraction == VALIDATION_FRACTION
 
 
 def test_readings_count_the_part_of_the_text_that_trains():
