@@ -56,6 +56,14 @@ def test_moments_change_no_bit_of_the_model(tmp_path):
     assert not (tmp_path / "without/model/moments").exists()
 
 
+def test_the_moments_of_a_model_are_of_its_generation(tmp_path):
+    trainer = trainer_of(tmp_path, generations=2, max_steps=10)
+    trainer.moments.weights = {0: {}, 5: {}, 10: {}, 15: {}}
+    for best_step, steps in ((20, [10, 15]), (8, [0, 5]), (None, [])):
+        trainer.best_step = best_step
+        assert list(trainer.moments_of_best()) == steps
+
+
 def test_a_longer_run_drops_moments_that_are_not_its_own(tmp_path):
     assert trainer_of(tmp_path).run()
     stale = tmp_path / "model/moments/step-00000099.safetensors"

@@ -98,6 +98,7 @@ def test_an_odd_row_of_a_curve_is_left_out():
         b'{"step": 7.5}',
         b'{"val_loss": 2.0}',
         b'{"step": 8, "\\u001b[2J": 1}',
+        b'{"step": 8, "%s": 1}' % (b"a" * 99),
         b'{"step": 9, "val_',
     ]
     assert rows_of_file(lines, "metrics.jsonl") == [{"step": 7, "val_loss": 2.5}]

@@ -65,6 +65,7 @@ def test_fields_that_sagemaker_does_not_take_are_refused(field, fields, fact):
         ("ml.g5.12xlrge", "did you mean ml.g5.12xlarge"),
         ("ml.g5.xlarge,local", "local cannot be combined"),
         ("ml.g5.xlarge,ml.m5.xlarge", "with and without GPUs"),
+        ("ml.g5.xlarge,ml.trn1.2xlarge", "Neuron"),
     ],
 )
 def test_an_instance_that_no_job_can_have_is_refused(instance, fact):
@@ -76,6 +77,7 @@ def test_an_instance_that_no_job_can_have_is_refused(instance, fact):
     [
         ("--set batch_size=12 --instance ml.g5.xlarge,ml.g5.48xlarge", "8 processes"),
         ("--instance ml.g5.xlarge,ml.p3.8xlarge", "the V100 of ml.p3.8xlarge"),
+        ("--volume-size 9 --instance ml.m5.xlarge,ml.r5d.large", "ml.r5d.large has local disks"),
         ("--preset quick", "`--set device=auto`"),
         ("--preset auto --data s3://bucket/some", "preset=auto and a size need"),
     ],

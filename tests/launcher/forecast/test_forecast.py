@@ -588,10 +588,11 @@ def test_a_table_is_printed_with_its_next_command(cli, lawful, text_here):
     assert ran.out.count("measured") == len(pilots_module.PILOT_SIZES)
 
 
-def test_a_forecast_names_generations_where_they_gain(cli, lawful, text_here, monkeypatch):
-    monkeypatch.setattr(sizing, "gains_by_generations", lambda size, readings: True)
+@pytest.mark.parametrize("gains", [False, True])
+def test_a_forecast_names_generations_where_they_gain(cli, lawful, text_here, monkeypatch, gains):
+    monkeypatch.setattr(sizing, "gains_by_generations", lambda size, readings: gains)
     ran = cli("launch", "--forecast", "--data", text_here).good
-    assert "--set generations=2" in ran.err
+    assert ("--set generations=2" in ran.err) is gains
 
 
 def test_a_ceiling_counts_on_the_types_that_are_known(cli, lawful, text_here, monkeypatch):

@@ -184,6 +184,18 @@ def launch(cloud, cli, short_text_file):
     )
 
 
+def test_a_command_locks_the_sweep_that_it_begins(cloud, launch, monkeypatch):
+    poll = run.GroupRun.poll
+
+    def poll_locked(sweep: run.GroupRun) -> Any:
+        with pytest.raises(ServiceError, match="another command runs"):
+            lock_group(sweep.name, sweep.settings)
+        return poll(sweep)
+
+    monkeypatch.setattr(run.GroupRun, "poll", poll_locked)
+    assert launch("n_layer=2,4").good
+
+
 def test_the_ceiling_holds_for_the_sum(launch):
     ran = launch("n_layer=2,4", "--seeds", "2", "--max-cost", "4", "--dry-run")
     requests = json.loads(ran.out)

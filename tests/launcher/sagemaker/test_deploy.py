@@ -122,6 +122,7 @@ def test_a_failed_deployment_leaves_no_bucket_or_key(account, cli):
         (["--dry-run"], [], 0, "ROLLBACK_COMPLETE"),
         ([], [False], 1, "ROLLBACK_COMPLETE"),
         ([], [True, True], 0, "CREATE_COMPLETE"),
+        (["--yes"], [], 0, "CREATE_COMPLETE"),
     ],
 )
 def test_a_failed_stack_is_replaced_if_agreed(

@@ -66,6 +66,7 @@ def test_a_bug_is_not_blamed_on_the_network():
     ("key", "arguments", "fact"),
     [
         ("EXPIRED", (), "have expired"),
+        ("WRONG", (), "AWS_PROFILE or the keys"),
         ("testing", ("--instance", "ml.g6.48xlarge"), "training job usage' is 0"),
     ],
 )
@@ -285,8 +286,9 @@ def test_a_launch_is_retried_when_the_first_answer_is_lost(cloud, launch, monkey
     assert list(cloud.sagemaker.jobs) == [job_id]
 
 
-def test_a_launch_without_an_answer_names_the_job(cli, short_text_file, outage):
-    outage.begin(1000, b"CreateTrainingJob")
+@pytest.mark.parametrize("answer", [None, (503, error_of("InternalFailure"))])
+def test_a_launch_without_an_answer_names_the_job(cli, short_text_file, outage, answer):
+    outage.begin(1000, b"CreateTrainingJob", answer=answer)
     ran = cli(LAUNCH, "--data", short_text_file)
     assert ran.code == 1
     assert ran.out == ""

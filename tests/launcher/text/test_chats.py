@@ -147,11 +147,15 @@ def test_an_empty_pair_beside_texts_is_an_empty_document(write):
     assert surveyed.chats == 0
 
 
-def test_texts_beside_conversations_are_refused(write):
-    text = {"text": "a"}
-    path = write([text, text, {"messages": exchange("a", "b")}])
-    with pytest.raises(InputError, match=r"chats\.jsonl:3: some documents are conversations"):
-        survey(path)
+CHAT: dict[str, Any] = {"messages": exchange("a", "b")}
+TEXT = {"text": "a"}
+
+
+@pytest.mark.parametrize(("records", "line"), [([CHAT, TEXT], 2), ([TEXT, TEXT, CHAT], 3)])
+def test_texts_beside_conversations_are_refused(records, line, write):
+    problem = f"chats.jsonl:{line}: some documents are conversations"
+    with pytest.raises(InputError, match=re.escape(problem)):
+        survey(write(records))
 
 
 def test_one_conversation_alone_is_refused(write, tokenizer, tmp_path):

@@ -177,6 +177,7 @@ def bucket(s3):
 S3_SOURCES = {
     "texts": {**below("", "texts"), "texts/README.md": FILES["README.md"]},
     "texts/data/": below("data/", "data"),
+    "texts/data/a.txt": {"a.txt": FILES["data/a.txt"]},
 }
 
 

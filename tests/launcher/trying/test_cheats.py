@@ -17,6 +17,7 @@ from typing import Any
 import launching
 import pytest
 from edits import EDITS
+from leaks import LEAKS
 from models import tokenizer_of
 from probes import DAEMON
 from searches import check_folder, tiny_folder
@@ -278,6 +279,12 @@ def test_weights_in_a_folder_are_refused_before_anything_runs(
 HONEST = [
     edit for name in ("activation", "learned positions", "hyperparameter") for edit in EDITS[name]
 ]
+
+
+def test_a_folder_that_looks_ahead_is_refused_at_once(tiny_search, tmp_path, unconfined):
+    cheat = tiny_folder(tmp_path / "cheat", LEAKS["window mean"])
+    with pytest.raises(Refused, match="not causal"):
+        check_folder(cheat, tiny_search)
 
 
 def test_honest_edits_pass_the_checks(tiny_search, tmp_path, unconfined):

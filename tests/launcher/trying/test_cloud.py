@@ -407,8 +407,9 @@ def test_a_keep_is_two_jobs_of_known_cost(attempt, jobs, home, cloud):
     assert {*book.seeds(search.SHARED, 8)} < base_seeds
 
 
-def test_latest_is_no_job_of_a_search(jobs, cli, job):
-    ran = cli("metrics", "latest")
+@pytest.mark.parametrize("command", ["fetch-and-sample", "metrics"])
+def test_latest_is_no_job_of_a_search(jobs, cli, job, command):
+    ran = cli(command, "latest")
     message = f"makes the runs of search plays; the newest other job is {job.job_id}"
     assert message in ran.good.err
 
