@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from signal import SIGTERM
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import make_hosts, metrics
-from trainings import CUT, assert_same_end, run_until_killed, trained, trainer_of
+from runs import ended, kill, make_hosts, metrics, started, wait_for_line
+from trainings import CUT, EXACT, assert_same_end, run_until_killed, small, trained, trainer_of
 
 from sm_nanogpt.entry_point import kernels
 from sm_nanogpt.entry_point.config import Config, check_resumable
@@ -151,6 +152,21 @@ def test_killed_generations_end_with_the_same_bits(tmp_path):
         run_until_killed(trainer_of(tmp_path / "cut", **values), step)
     assert trainer_of(tmp_path / "cut", **values).run()
     assert_same_end(tmp_path / "cut", tmp_path / "calm")
+
+
+def test_interrupted_generations_of_ranks_do_so_too(tmp_path, text):
+    values = {**EXACT, **THREE, "processes": 2}
+    trained(tmp_path, make_hosts(tmp_path / "calm", text)[0], **values)
+    env = make_hosts(tmp_path / "cut", text)[0]
+    with started(small(**values), cwd=tmp_path, env=env) as process:
+        wait_for_line(process, "step=17/30")
+        kill(process)
+    with started(small(**values), cwd=tmp_path, env=env) as process:
+        wait_for_line(process, "step=26/30")
+        process.send_signal(SIGTERM)
+        assert ended(process).status == 128 + SIGTERM
+    trained(tmp_path, env, **values)
+    assert_same_end(tmp_path / "cut/algo-1", tmp_path / "calm/algo-1")
 
 
 def test_generations_do_not_depend_on_processes(tmp_path, text):
