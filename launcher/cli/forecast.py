@@ -28,7 +28,7 @@ def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> N
     fields = {"instance": LOCAL, **typed}
     max_cost = fields.pop("max_cost", None)  # of a job on any of the known instance types
     request = Request(**fields)
-    with at_ctrl_c("the pilots that have ended are kept"):
+    with at_ctrl_c("the pilots that have ended are kept; the same command goes on from them"):
         result = forecast(request, settings, lambda line: note(f"pilot: {line}"), max_cost)
     if as_json:
         print_json(result)

@@ -281,7 +281,7 @@ def forecast_sizes(
     allowed = {"forecasts", "as_json", *options.fields}
     for parameter in context.command.params:
         if parameter.name in options.typed - allowed:
-            raise InputError(f"{parameter.opts[0]}: a forecast is for all sizes, without it")
+            raise InputError(f"{parameter.opts[0]}: a forecast takes no such option; leave it out")
     show_forecast(options.fields, settings, as_json)
 
 

@@ -260,7 +260,7 @@ def play_command(
     key = settings.api_key or secrets.token_urlsafe()
     url = f"{address}/?token={quote(key, safe='')}"
     click.echo(url)
-    note("open this address in a browser; Ctrl-C ends the page")
+    note("open this address in a browser; Ctrl-C ends the server")
     note(f"for OpenAI's clients: base URL {address}/v1, API key {key}")
     if opens is None:
         opens = sys.stdout.isatty()

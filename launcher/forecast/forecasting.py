@@ -52,7 +52,7 @@ def forecast(
         raise InputError("must be more than 0", field="max_cost", value=max_cost)
     other_fields = sorted(request.explicit_fields().keys() - FIELDS)
     if other_fields:
-        raise InputError("a forecast is for all sizes, without it", field=other_fields[0])
+        raise InputError("a forecast takes no such option; leave it out", field=other_fields[0])
     request = with_training_folder(request)
     texts = find_texts(request, settings, settings)
     ledger_path = forecast_path(request, texts, settings)

@@ -158,7 +158,8 @@ class Evaluation:
             facts[anchor.heading] = formatted(getattr(self, name), anchor.spec, suffix)
         facts["causal"] = "-" if self.cuts is None else f"yes, by {self.cuts:,} cuts"
         if self.n_unknown:
-            facts["unknown characters"] = f"{self.n_unknown:,}, of the bits {self.unknown_bits:.3f}"
+            cost = f"which cost {self.unknown_bits:.3f} of the bits"
+            facts["unknown characters"] = f"{self.n_unknown:,}, {cost}"
         if first is not None and first is not self:
             facts["less the first"] = self.difference_from(first)
         return facts

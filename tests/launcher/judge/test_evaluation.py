@@ -116,7 +116,7 @@ def test_two_models_are_compared_by_the_same_passages(evaluation):
 
 def test_unknown_characters_have_their_share_of_the_bits(evaluation):
     facts = replace(evaluation, n_unknown=40, unknown_bits=0.25).facts()
-    assert facts["unknown characters"] == "40, of the bits 0.250"
+    assert facts["unknown characters"] == "40, which cost 0.250 of the bits"
     assert "unknown characters" not in evaluation.facts()
 
 
