@@ -35,7 +35,7 @@ RESUMED = "2 processes, stopped and resumed"
 def benchmark(args: Namespace, scratch: Path) -> Report:
     os.environ["OMP_NUM_THREADS"] = "1"  # so that processes are what differs
     settings = Settings(home=scratch / "home")
-    steps = 20 if args.quick else args.steps
+    steps = 100 if args.quick else args.steps  # with fewer, a run may end before it is stopped
     small = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 32} if args.quick else {}
     values = {"batch_size": 12, "max_steps": steps, "sample_length": 150, **small, **args.ours}
     values |= {"log_interval": max(1, steps // 20), "eval_interval": max(1, steps // 4)}
