@@ -323,6 +323,13 @@ function hideLikely() {
   find("likely").hidden = true;
 }
 
+// What was likely stays beside the token that the keyboard has reached, which may scroll into view.
+function followFocus() {
+  const token = document.querySelector(".token:focus-visible");
+  if (token) showLikely(token);
+  else hideLikely();
+}
+
 // The whole number in a field of the form. A field with none, or with one below `min`, shows the
 // default from now on.
 function readWholeNumber(id, min, defaultValue) {
@@ -458,7 +465,7 @@ class Page {
     texts.addEventListener("mouseleave", hideLikely);
     texts.addEventListener("focusout", hideLikely);
     texts.addEventListener("keydown", moveToToken);
-    document.addEventListener("scroll", hideLikely, true);
+    document.addEventListener("scroll", followFocus, true);
   }
 
   pressKey(event) {

@@ -396,6 +396,7 @@ def test_the_keyboard_writes_and_shows_what_was_likely(play):
     assert statuses(play)[0].startswith("5 characters, ")
     tab_to(play, "SECTION")
     play.keyboard.press("ArrowRight")
+    play.evaluate("document.dispatchEvent(new Event('scroll'))")  # as one that comes into view
     assert play.locator("#likely").is_visible()
     assert play.locator("#likely .chosen").count() == 1
 
