@@ -290,7 +290,7 @@ def test_freed_tensors_memory_is_reused(tmp_path):
         "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "    tensors = [torch.ones(10 << 20) for _ in range(3)]\n"
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
-        "print(*(pages_asked_for() for _ in range(9)))\n"
+        "print(*(pages_asked_for() for _ in range(30)))\n"
     )
     end = run([], cwd=tmp_path, command=(sys.executable, "-c", code))
     pages = [int(number) for number in end.output.split()]
