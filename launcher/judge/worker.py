@@ -41,7 +41,7 @@ from sm_nanogpt.launcher.local.confine import (
 from sm_nanogpt.launcher.local.process import (
     END_SECONDS,
     Program,
-    describe_end,
+    describe_status,
     python_command,
     remove,
 )
@@ -219,8 +219,8 @@ class Worker:
             return f"took over {self.limit:.0f} s of processor time"
         status = self.program.status or 0
         if status > 0 and not self.silent:
-            return f"{describe_end(status)}; what it printed is above"
-        return describe_end(status)
+            return f"{describe_status(status)}; what it printed is above"
+        return describe_status(status)
 
     def logits(self, ids: Tensor) -> Tensor:
         """Logits, float32 [n, T, size], of ids [n, T]."""

@@ -34,7 +34,7 @@ def python_command(module: str, *arguments: object) -> list[str]:
     return [sys.executable, "-P", "-c", start, *map(str, arguments), root]
 
 
-def describe_end(status: int) -> str:
+def describe_status(status: int) -> str:
     """Describe how a process ended: `ended with exit code 1`, or `was killed by SIGKILL`.
 
     status is its exit code, or minus the number of a signal. After SIGKILL, the text asks about

@@ -28,7 +28,7 @@ from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.local.backend import CHECKPOINTS, HOST, Record, read_document
-from sm_nanogpt.launcher.local.process import Program, describe_end
+from sm_nanogpt.launcher.local.process import Program, describe_status
 from sm_nanogpt.launcher.settings import Settings, load_settings
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as in StopTrainingJob
@@ -231,7 +231,7 @@ class LocalRun:
             return "ServiceError: train.py exited with code 0 but wrote no model"
         if code > 0 and self.error:
             return self.error
-        return f"TrainingError: train.py {describe_end(code)}"
+        return f"TrainingError: train.py {describe_status(code)}"
 
     def keep_output(self, output: Iterable[bytes], log: BinaryIO) -> None:
         """Copy the output of train.py to the job's log, line by line, and note the last error.

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from sm_nanogpt.entry_point.files import open_standard_streams
 from sm_nanogpt.launcher.local.confine import Sandbox, confined, environment, lease
 from sm_nanogpt.launcher.local.gpus import find_gpu
-from sm_nanogpt.launcher.local.process import Program, describe_end, remove
+from sm_nanogpt.launcher.local.process import Program, describe_status, remove
 from sm_nanogpt.launcher.source import Source
 
 # Hyperparameters of a run that nobody watches, and that writes only its model.
@@ -81,7 +81,7 @@ class FinishedRun:
             return ""
         last_line = self.log.rpartition("\n")[2][-1000:]
         if self.status < 0 or not last_line:
-            return f"it {describe_end(self.status)}"
+            return f"it {describe_status(self.status)}"
         lines = re.findall(rf'{self.run.source.sha256}/(\w+\.py)", line (\d+)', self.log)
         if not lines:
             return last_line

@@ -17,7 +17,7 @@ from jobs import write_job
 
 from sm_nanogpt.launcher.local import runs as local_runs
 from sm_nanogpt.launcher.local.gpus import visible_gpus
-from sm_nanogpt.launcher.local.process import describe_end, python_command
+from sm_nanogpt.launcher.local.process import describe_status, python_command
 from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.tracking import TrackedJob
 from sm_nanogpt.launcher.trying.local import LocalRuns
@@ -151,4 +151,4 @@ def test_only_a_kill_makes_one_ask_about_memory():
         (-signal.SIGKILL, True),
     ]
     for status, asks in cases:
-        assert ("memory" in describe_end(status)) == asks
+        assert ("memory" in describe_status(status)) == asks
