@@ -69,7 +69,9 @@ def validation_fraction_of(request: Request) -> float:
     The other hyperparameters may fit only those of a size, so they are not checked here.
     """
     name = "validation_fraction"
-    values = {key: value for key, value in request.hyperparameters.items() if key == name}
+    values = {}
+    if name in request.hyperparameters:
+        values[name] = request.hyperparameters[name]
     alone = request.model_copy(update={"preset": None, "hyperparameters": values})
     return float(getattr(alone.config(world_size=1), name, VALIDATION_FRACTION))
 

@@ -142,11 +142,10 @@ def warn_of_unprotected() -> None:
 
 
 def packages() -> list[Path]:
-    """The paths of Python, its packages, and the launcher, and the paths of the system that they
-    need.
+    """The paths of Python, its packages, and the launcher, and the system's paths that they need.
 
-    Of directories such as /usr, these are only the programs and libraries: a text may be beside
-    them, in /usr/share or /etc.
+    Of a directory such as /usr or /etc, only programs, libraries, and a few files are among them: a
+    text may lie beside these.
     """
     paths = []
     for prefix in (*SYSTEM_PREFIXES, *PYTHON_PREFIXES):

@@ -1,4 +1,4 @@
-"""Read the moments of a training: the model at earlier steps, whose weights its run kept."""
+"""Read the moments of a model: its weights at earlier steps, which its training run kept."""
 
 from __future__ import annotations
 
