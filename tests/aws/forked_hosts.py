@@ -90,11 +90,11 @@ def unpack(host: Host, archive_path: str, code: Path) -> None:
 
 def arguments_of(values: Mapping[str, Any]) -> list[str]:
     """The command line of the script: hyperparameters without those of the toolkit."""
-    own = {}
+    script_values = {}
     for name in sorted(values):
         if not name.startswith("sagemaker_"):
-            own[name] = values[name]
-    return command_line(**own)
+            script_values[name] = values[name]
+    return command_line(**script_values)
 
 
 def rank_variables(rank: int, size: int, by_torchrun: bool) -> dict[str, str]:

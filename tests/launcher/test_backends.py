@@ -72,7 +72,7 @@ class ElsewhereBackend(Backend):
         return self.settings
 
     def check(self, job: TrainingJob) -> None:
-        job.config(1)
+        job.config(world_size=1)
 
     def price(self, job: TrainingJob, earlier: object) -> TrainingJob:
         return job

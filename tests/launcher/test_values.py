@@ -51,7 +51,16 @@ def test_a_sweep_takes_any_sequence_of_values():
 
 
 def test_no_list_of_different_values_is_refused():
-    cases = ["adamw", np.array(5), [], [0.1, 0.1], [0.1, math.inf], np.eye(2), [None, 1], [b"a"]]
+    cases = [
+        "adamw",
+        np.array(5),
+        np.eye(2),
+        [],
+        [0.1, 0.1],
+        [0.1, math.inf],
+        [None, 1],
+        [b"a"],
+    ]
     for case in cases:
         with pytest.raises(sm.InputError) as caught:
             list_values("x", case)

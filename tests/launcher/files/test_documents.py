@@ -117,16 +117,17 @@ def test_a_job_with_a_hostile_document_is_handled(job, name, capsys):
     backend = LocalBackend(settings_of(job.home))
     path = job.directory / name
     lines = path.read_bytes()
-    document = json.loads(lines.splitlines()[0]) if name.endswith(".jsonl") else json.loads(lines)
+    is_lines = name.endswith(".jsonl")
+    document = json.loads(lines.splitlines()[0] if is_lines else lines)
 
     def show(content: bytes) -> None:
-        path.write_bytes(lines + content if name.endswith(".jsonl") else content)
+        path.write_bytes(lines + content if is_lines else content)
         with our_errors():
             described = backend.describe(job.job_id)
             assert described is not None
             print_jobs([described], everyone=False)
             json.dumps(vars(described), allow_nan=False)
-            backend.job(job.job_id).config(1)
+            backend.job(job.job_id).config(world_size=1)
 
     try_variants(show, document)
 
@@ -201,7 +202,7 @@ def test_a_hostile_record_in_a_store_is_handled(home):
 
     def look(content: bytes) -> None:
         with our_errors():
-            parse(content, TrainingJob, "job.json").config(1)
+            parse(content, TrainingJob, "job.json").config(world_size=1)
 
     try_variants(look, job.model_dump(mode="json", exclude_defaults=True))
 
@@ -222,7 +223,9 @@ def test_a_hostile_value_in_toml_is_refused(home):
         with our_errors():
             load_settings()
         with our_errors():
-            Request(instance="local", hyperparameters=read_toml(home / "config.toml")).config(1)
+            Request(instance="local", hyperparameters=read_toml(home / "config.toml")).config(
+                world_size=1
+            )
 
     for name, value in itertools.product(NAMES, TOML):
         look(name, value)

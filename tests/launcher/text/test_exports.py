@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -43,7 +44,11 @@ def read(path: Path) -> list[str]:
             if not command:
                 raise
         converted = subprocess.run(
-            f"{command[1]} {path}", shell=True, check=True, capture_output=True, text=True
+            f"{command[1]} {shlex.quote(str(path))}",
+            shell=True,
+            check=True,
+            capture_output=True,
+            text=True,
         )
         path = path.with_name(f"records-{path.stem}.jsonl")
         path.write_text(converted.stdout)

@@ -121,10 +121,10 @@ def judge(shared_search, tiny_search, tmp_path):
         model = tmp_path / "model"
         shutil.copytree(shared_search.model, model)
         training = model / "training.json"
-        before = training.read_bytes()
-        training.write_text(json.dumps({**json.loads(before), "script_sha256": source.sha256}))
+        content = training.read_bytes()
+        training.write_text(json.dumps({**json.loads(content), "script_sha256": source.sha256}))
         sums = (model / "SHA256SUMS").read_text()
-        sums = sums.replace(sha256_of(before), sha256_of(training.read_bytes()))
+        sums = sums.replace(sha256_of(content), sha256_of(training.read_bytes()))
         (model / "SHA256SUMS").write_text(sums)
         return tiny_search.judge.score(model, source, leak_check_bound, limit)
 

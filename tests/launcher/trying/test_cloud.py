@@ -219,9 +219,9 @@ def trained(directory: Path, name: str, n: int = 4) -> list[TriedRun]:
 class History:
     """What several commands do, each of which may be killed at any call and at any write."""
 
-    def __init__(self, seed: int, place: Path, aws: Aws, monkeypatch: Any) -> None:
+    def __init__(self, seed: int, directory: Path, aws: Aws, monkeypatch: Any) -> None:
         self.draw = random.Random(seed)
-        self.place = place
+        self.directory = directory
         self.aws = aws
         self.depth = 0  # of commands that run at the same time
         aws.jobs = {}
@@ -267,24 +267,24 @@ class History:
             self.aws.now += self.draw.choice([60.0, 3700.0, 90_000.0])
         else:
             with suppress(Killed, ServiceError, OverCeiling):
-                trained(self.place, self.draw.choice("abc"), self.draw.choice([4, 8, 16, 32]))
+                trained(self.directory, self.draw.choice("abc"), self.draw.choice([4, 8, 16, 32]))
         self.depth -= 1
 
     def deletable_jobs(self) -> list[str]:
-        sent = {entry["job"] for entry in SearchLedger(self.place).of("sent")}
+        sent_ids = {entry["job"] for entry in SearchLedger(self.directory).of("sent")}
         ended = [job.name for job in self.aws.jobs.values() if job.ends <= self.aws.now]
-        return [name for name in ended if name in sent]
+        return [name for name in ended if name in sent_ids]
 
     def run(self) -> SearchLedger:
         """The ledger after some commands, and a last one when all jobs have ended."""
-        search_in(self.place)
+        search_in(self.directory)
         self.write()
         for _ in range(self.draw.randrange(4, 16)):
             self.command()
         self.end_writes()
         self.aws.event, self.aws.trouble, self.kills = lambda: None, 0.0, 0.0
         self.aws.now += 90_000
-        last = search_in(self.place)
+        last = search_in(self.directory)
         last.ledger.settle_all(SageMakerRuns(last).cost_of)
         return last.ledger
 
@@ -295,7 +295,7 @@ def test_no_history_costs_more_than_the_ceiling(aws, tmp_path, monkeypatch, pyte
     histories = HISTORIES // 2 if pytestconfig.getoption("--quick") else HISTORIES
     for seed in range(histories):
         book = History(seed, tmp_path / str(seed), aws, monkeypatch)
-        book.place.mkdir()
+        book.directory.mkdir()
         entries = book.run()
         spent = sum(aws.bills.values())
         reserved = {entry["job"] for entry in entries.of("reserved")}

@@ -120,17 +120,17 @@ def test_a_gain_too_small_to_count_is_not_kept(gain, smallest_gain):
 def test_fresh_pairs_are_as_many_as_half_of_the_gain_needs(gain, n_fresh):
     """Four pairs, by whose deviation the gain is this large, tell little of either."""
     deviation = DEVIATION * math.sqrt(3 / 4)  # of four differences, by their mean
-    asked = []
+    n_pairs_asked = []
 
     def shared(n: int) -> list[float]:
         return [-gain * DEVIATION + deviation * (-1) ** pair for pair in range(n)]
 
     def fresh(n: int) -> list[float]:
-        asked.append(n)
+        n_pairs_asked.append(n)
         return shared(n)
 
     assert rule.decide(shared, fresh, rule.LOOKS, 0.0).are_fresh
-    assert asked == [n_fresh]
+    assert n_pairs_asked == [n_fresh]
 
 
 def test_a_change_that_no_look_decides_is_undecided():

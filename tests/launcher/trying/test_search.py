@@ -604,5 +604,5 @@ def test_a_folder_that_was_refused_begins_anew(started, home, tmp_path, monkeypa
 def test_a_search_by_auto_trains_one_generation(home, text_file):
     """Two would make each of its runs take more than twice as long."""
     request = Request(instance="local", preset="auto", data=str(text_file))
-    begun = begin_search("plays", request, Settings(home=home), 0.01, None)
-    assert begun.hyperparameters["generations"] == 1
+    search_of_plays = begin_search("plays", request, Settings(home=home), 0.01, None)
+    assert search_of_plays.hyperparameters["generations"] == 1
