@@ -54,7 +54,7 @@ class Effort:
 
 
 # The packaged model is known not to look ahead; a few cuts show that nothing is broken.
-PACKAGED = Effort(n_processes=1, n_cuts=512, n_samples=100)
+PACKAGED = Effort(n_processes=1, n_cuts=128, n_samples=100)
 # An edited model has no cache of keys and values, so it samples slowly.
 EDITED = Effort(n_processes=4, n_cuts=CUTS, n_samples=10)
 

@@ -25,6 +25,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from sm_nanogpt.entry_point.device import keep_freed_memory
 from sm_nanogpt.entry_point.errors import DataError
 from sm_nanogpt.entry_point.files import open_standard_streams, read_json
 from sm_nanogpt.entry_point.text import Tokenizer, read_tokenizer
@@ -329,6 +330,7 @@ def main(fd: str, model_directory: str, training_folder: str, home: str, n_threa
     """
     # Intel's library counts cores by a system call that the sandbox forbids, and would use one.
     torch.set_num_threads(int(n_threads))
+    keep_freed_memory()
     pipe = Connection(int(fd))
     settings = Settings(home=Path(home))  # without config.toml, which it cannot read
     # The judge kills this process in the end: what waits in a buffer then would be lost.
