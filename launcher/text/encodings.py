@@ -25,6 +25,9 @@ ENCODINGS = (
 # Python's codecs for names of hosts, and the one that refuses everything.
 NOT_FOR_FILES = {"idna", "punycode", "undefined"}
 CONTROLS = bytes({*range(32)} - {*b"\t\n\f\r\x1b"})
+FEW_BYTES = 3  # beyond ASCII in a text that may be of any encoding
+# Encodings of several bytes a character, which a short text of Western Europe may resemble.
+WIDE_ENCODINGS = {"gb18030", "big5", "cp932", "euc_jp", "cp949", "utf_16_le", "utf_16_be"}
 SURROGATE = rb"\xed[\xa0-\xbf][\x80-\xbf]"  # half of a pair, as CESU-8 writes it
 
 
@@ -92,6 +95,7 @@ def read_text(file: IO[bytes], name: object, chunk_bytes: int) -> Iterator[tuple
     """
     decoder = TextDecoder(file, name, "utf-8")
     position = 0  # bytes
+    last_chunk = b""
     while chunk := file.read(chunk_bytes):
         zero = chunk.find(0)
         if zero >= 0:
@@ -99,10 +103,10 @@ def read_text(file: IO[bytes], name: object, chunk_bytes: int) -> Iterator[tuple
             raise with_zero(name, chunk + file.read(SAMPLE), zero, decoder.cursor, position)
         yield chunk, decoder.decode(chunk)
         position += len(chunk)
-    if decoder.decoder.getstate()[0]:
-        code = "mend-utf8" if decoder.n_beyond_ascii > 3 else ""
-        fault = f"it ends inside a character, at {decoder.cursor}; was it cut?"
-        raise InputError(f"{name}: is not UTF-8 text ({fault})", code)
+        last_chunk = chunk
+    incomplete, _ = decoder.decoder.getstate()
+    if incomplete:
+        raise with_incomplete_end(name, last_chunk, incomplete, decoder)
 
 
 def as_utf8(file: IO[bytes], name: object, encoding: str = "utf-8") -> io.BufferedReader:
@@ -144,6 +148,21 @@ class EncodingFault:
             line = self.content[self.line_begin : self.index].decode(self.encoding, "ignore")
             position = f"column {len(line) + 1}"
         return f"{position}: byte 0x{self.content[self.index]:02x}"
+
+
+def with_incomplete_end(
+    name: object, chunk: bytes, incomplete: bytes, decoder: TextDecoder
+) -> InputError:
+    """The error for a text that ends inside a character, or with a byte of another encoding.
+
+    chunk: the last bytes of the text. incomplete: the bytes of the character.
+    """
+    if len(incomplete) == 1 and decoder.n_beyond_ascii <= FEW_BYTES:
+        index = len(chunk) - len(incomplete)
+        return not_text(name, EncodingFault(chunk, index, "utf-8", decoder.cursor))
+    code = "mend-utf8" if decoder.n_beyond_ascii > FEW_BYTES else ""
+    problem = f"it ends inside a character, at {decoder.cursor}; was it cut?"
+    return InputError(f"{name}: is not UTF-8 text ({problem})", code)
 
 
 def with_zero(name: object, content: bytes, zero: int, cursor: Cursor, position: int) -> InputError:
@@ -246,4 +265,22 @@ def guess_encodings(content: bytes) -> list[str]:
     # Western Europe's, by far the more frequent, decodes most bytes to letters of the same weight.
     if names[:1] == ["cp1250"] and "cp1252" in names:
         names.insert(0, "cp1252")
+    elif is_like_western(content) and (not names or names[0] in WIDE_ENCODINGS):
+        names = ["cp1252", *(name for name in names if name not in WIDE_ENCODINGS)]
     return list(dict.fromkeys(names))
+
+
+def is_like_western(content: bytes) -> bool:
+    """True if most bytes of a text are ASCII, and most others stand alone, as in Western Europe.
+
+    In an encoding of several bytes a character, they stand in pairs, or are most of the text.
+    """
+    try:
+        content.decode("cp1252")
+    except UnicodeDecodeError:
+        return False
+    runs = re.findall(rb"[\x80-\xff]+", content)
+    n_alone = sum(len(run) == 1 for run in runs)
+    is_mostly_ascii = 2 * sum(map(len, runs)) < len(content)
+    has_controls = len(content.translate(None, CONTROLS)) < len(content)
+    return is_mostly_ascii and 2 * n_alone > len(runs) and not has_controls

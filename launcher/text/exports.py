@@ -14,7 +14,7 @@ MAX_DEPTH = 6  # levels of a value in which records are searched for
 MAX_VALUES = 100  # values of each level that are searched
 WHOLE_FILE = ", one JSON object"  # the end of the position of a record that is a whole file
 NOTEBOOK_FIELDS = {"cells", "nbformat"}
-REDIRECT = "FILE > RECORDS.jsonl"
+REDIRECT = "FILE > NEW-FILE.jsonl"
 # A filter of jq: it joins a text that is a list of strings and of parts with a field `text`.
 JOIN = 'if type == "array" then map(.text? // .) | join("") else . end'
 
@@ -57,7 +57,8 @@ def why_no_document(record: Any, position: str, column: str) -> str:
         return f"a string, and no object; {command} makes records of it"
     if isinstance(record, dict):
         if record.keys() >= NOTEBOOK_FIELDS:
-            return "a notebook; `jupyter nbconvert --to script FILE` makes code of it"
+            command = "jupyter nbconvert --to script --stdout FILE > NEW-FILE.py"
+            return f"a notebook; `{command}` makes code of it"
         if is_in_parts(record.get(column)) and not position.endswith(WHOLE_FILE):
             command = jq(f"{root.removesuffix('.')}{path_to(column)} |= ({JOIN})")
             problem = f"`{column}` is a list of strings and parts, as Telegram writes it"

@@ -17,7 +17,7 @@ from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.progress import Progress, no_progress
 from sm_nanogpt.launcher.text.documents import documents_in, list_left_out
 from sm_nanogpt.launcher.text.encodings import is_encoding
-from sm_nanogpt.launcher.text.formats import format_of_name, is_packed
+from sm_nanogpt.launcher.text.formats import fill_in, format_of_name, free_name, is_packed
 from sm_nanogpt.launcher.text.reading import File, detect_file
 from sm_nanogpt.launcher.text.skipped import Skipped
 from sm_nanogpt.launcher.text.sources import TextSource
@@ -294,7 +294,7 @@ def check_no_saved_dataset(folder: Path, source: TextSource, names: Sequence[str
     if not part and not DATASETS_FILES.issubset(names):
         return
     shown = source.shown(folder)
-    target = f"{folder.resolve().name}.parquet"
+    target = free_name(folder.resolve(), ".parquet")
     convert = f"d.load_from_disk('{shown}'){part}.to_parquet('{target}')"
     raise InputError(
         f"{shown}: was written by `save_to_disk` of datasets;"
@@ -341,7 +341,7 @@ def left_out(kind: str, example: Path, source: TextSource) -> LeftOut:
         glob = f"*{kind}" if kind.startswith(".") else kind
         return LeftOut(remedy={"code": "take-plain", "glob": shlex.quote(glob)})
     if format.advice:
-        return LeftOut(advice=format.advice.format(path="FILE", stem="NAME", text="NAME.txt"))
+        return LeftOut(advice=fill_in(format.advice, "FILE"))
     path = shlex.quote(source.shown(source.path))
     return LeftOut(remedy={"code": "needs-tokens", "path": path})
 

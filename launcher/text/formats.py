@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -157,13 +158,14 @@ NOTEBOOK = Format(
     "a notebook",
     ".ipynb",
     is_text=True,
-    advice="`jupyter nbconvert --to script {path}` makes code of it, `--to markdown` a text",
+    advice="`jupyter nbconvert --to markdown --stdout {path} > {text}` makes text of it,"
+    " `--to script` code",
 )
 TAR = Format(
     "an archive",
     ".tar .tgz",
     magic=rb".{257}ustar",
-    advice="unpack it: `tar -xf {path}`",
+    advice="unpack it: `tar -xkf {path}`",
 )
 FORMATS = (
     PLAIN,
@@ -182,7 +184,7 @@ FORMATS = (
         "an Arrow file",
         ".arrow",
         advice='`python -c "import sys, datasets as d;'
-        ' d.Dataset.from_file(sys.argv[1]).to_parquet(sys.argv[2])" {path} {stem}.parquet`'
+        ' d.Dataset.from_file(sys.argv[1]).to_parquet(sys.argv[2])" {path} {parquet}`'
         " makes Parquet of it",
     ),
     Format(
@@ -190,7 +192,7 @@ FORMATS = (
         ".feather",
         magic=rb"ARROW1|FEA1",
         advice='`python -c "import sys, pandas as p;'
-        ' p.read_feather(sys.argv[1]).to_parquet(sys.argv[2])" {path} {stem}.parquet`'
+        ' p.read_feather(sys.argv[1]).to_parquet(sys.argv[2])" {path} {parquet}`'
         " makes Parquet of it",
     ),
     TAR,
@@ -198,7 +200,7 @@ FORMATS = (
         "a PDF",
         ".pdf",
         magic=b"%PDF-",
-        advice="`pdftotext {path}` makes text of it",
+        advice="`pdftotext {path} {text}` makes text of it",
     ),
     Format(
         "a document",
@@ -216,13 +218,13 @@ FORMATS = (
         "a bzip2 file",
         ".bz2",
         magic=rb"BZh",
-        advice="unpack it: `bunzip2 {path}`",
+        advice="unpack it: `bunzip2 -k {path}`",
     ),
     Format(
         "an xz file",
         ".xz",
         magic=rb"\xfd7zXZ",
-        advice="unpack it: `unxz {path}`",
+        advice="unpack it: `unxz -k {path}`",
     ),
     Format(
         "a pickle",
@@ -234,7 +236,7 @@ FORMATS = (
         "an image",
         ".png .jpg .jpeg .gif .tif .tiff",
         magic=rb"\x89PNG|\xff\xd8\xff|GIF8|II\*\0",
-        advice="`tesseract {path} {stem}` reads the text in it",
+        advice="`tesseract {path} stdout > {text}` reads the text in it",
     ),
 )
 
@@ -278,18 +280,28 @@ def advice_for(format: Format, shown: str, compression: Compression | None = Non
 
 
 def fill_in(advice: str, shown: str) -> str:
-    """Put the names of a file and of its text into advice.
+    """Put the names of a file, and of a text and a Parquet file to make of it, into advice.
 
-    A file without a suffix, such as standard input, is called FILE. The text never has the name of
-    the file, which would be overwritten.
+    A file without a suffix, such as standard input, is called FILE, and what is made of it
+    NEW-FILE.
     """
     path = PurePath(shown)
-    name = shown if path.suffix else "FILE"
-    text = f"{path.stem}.txt"
-    if text == path.name:
-        text = f"{path.stem}-plain.txt"
+    new_path = path
+    if not path.suffix:
+        shown = "FILE"
+        new_path = PurePath("NEW-FILE")
     return advice.format(
-        path=shlex.quote(name),
-        stem=shlex.quote(path.stem),
-        text=shlex.quote(text),
+        path=shlex.quote(shown),
+        text=shlex.quote(free_name(new_path, ".txt")),
+        parquet=shlex.quote(free_name(new_path, ".parquet")),
     )
+
+
+def free_name(path: PurePath, suffix: str) -> str:
+    """The name of a file to make of another, in the current directory, where it does not exist."""
+    name = f"{path.stem}{suffix}"
+    number = 1
+    while name == path.name or os.path.lexists(name):
+        number += 1
+        name = f"{path.stem}-{number}{suffix}"
+    return name

@@ -40,7 +40,7 @@ def read(path: Path) -> list[str]:
             file = detect_file(path)
             return ["".join(document.pieces) for document in documents_in(file, Skipped())]
         except InputError as error:
-            command = re.search(r"`(jq .*) FILE > RECORDS.jsonl`", str(error))
+            command = re.search(r"`(jq .*) FILE > NEW-FILE.jsonl`", str(error))
             if not command:
                 raise
         converted = subprocess.run(

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import re
+import shlex
 import stat
 import subprocess
 import sys
@@ -44,17 +45,49 @@ def refusal_of(path: Path) -> str:
     [
         ("mark.txt", codecs.BOM_UTF8, "0 characters are too few"),
         ("binary.bin", b"\x7fELF\x00\x01" * 500, "binary"),
-        ("a paper.txt", PDF, r"is a PDF; `pdftotext '\S*a paper.txt'`"),
+        ("a paper.txt", PDF, r"is a PDF; `pdftotext '\S*a paper.txt' 'a paper-2.txt'`"),
         ("paper.docx", b"PK\x03\x04", r"is a document; .* -o paper.txt \S*paper.docx`"),
-        ("books.tar.gz", gzip.compress(TAR), r"is an archive; .*`tar -xf \S*books.tar.gz`"),
-        ("dump.txt", b'\n<?xml version="1.0"?><dump>', "is XML; .* > dump-plain.txt`"),
-        ("a b.arrow", b"\xff" * 4, "is an Arrow file; `python -c .* 'a b'.parquet`"),
+        ("books.tar.gz", gzip.compress(TAR), r"is an archive; .*`tar -xkf \S*books.tar.gz`"),
+        ("dump.txt", b'\n<?xml version="1.0"?><dump>', "is XML; .* > dump-2.txt`"),
+        ("a b.arrow", b"\xff" * 4, "is an Arrow file; `python -c .* 'a b.parquet'`"),
         ("a.parquet.gz", gzip.compress(b"PAR1"), r"is Parquet; `gunzip -k \S*` unpacks it"),
     ],
 )
 def test_what_is_not_text_is_refused_by_name(tmp_path, name, content, reason):
     (tmp_path / name).write_bytes(content)
     assert re.search(reason, refusal_of(tmp_path / name))
+
+
+REFUSED = [format for format in formats.FORMATS if format.is_refused and "`" in format.advice]
+
+
+@pytest.mark.parametrize("format", REFUSED, ids=lambda format: format.name)
+def test_advice_writes_over_no_file(format, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = f"a{format.suffixes.split()[0]}"
+    others = {"a.txt", "a.parquet", "a.py", "a.md"}
+    for name in {file, *others}:
+        Path(name).touch()
+    for name in (file, "a.txt"):  # a file may have the suffix of a text
+        command = shlex.split(re.findall("`([^`]*)`", formats.advice_for(format, name))[0])
+        assert not (others - {name}).intersection(command)
+        assert command.count(name) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("png.txt", "tesseract png.txt stdout > png-2.txt"),
+        ("scan.png", "tesseract scan.png stdout > scan-2.txt"),
+        ("scan.pdf", "pdftotext scan.pdf scan-2.txt"),
+    ],
+)
+def test_a_program_is_given_the_name_that_it_writes(name, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("scan.txt").touch()
+    beginning = b"%PDF-" if name == "scan.pdf" else b"\x89PNG"
+    Path(name).write_bytes(beginning)
+    assert f"`{command}`" in refusal_of(Path(name))
 
 
 LATIN = LONG.encode() + b"caf\xe9 " * 5
@@ -65,6 +98,8 @@ LATIN = LONG.encode() + b"caf\xe9 " * 5
     [
         (LATIN, r"\(line 101, column 4: byte 0xe9\).*'[^']*café"),
         (LONG.encode() + b"\x93quoted\x94" * 5, r"\(line 101, column 1: .*“quoted”"),
+        (b"Un caf\xe9", r"\(line 1, column 7: byte 0xe9\).*in cp1252 .*'Un café'"),
+        (b"Au caf\xe9,\nun caf\xe9", r"\(line 1, column 7: byte 0xe9\).*in cp1252 .*'Au café,"),
     ],
 )
 def test_another_encoding_is_shown_by_what_it_reads(tmp_path, content, reason):
@@ -79,6 +114,10 @@ def test_another_encoding_is_shown_by_what_it_reads(tmp_path, content, reason):
         ("Příliš žluťoučký kůň. " * 90, "cp1250", "cp1250"),
         (CHINESE, "gbk", "gb18030"),
         (LONG, "utf-16-le", "utf_16_le"),
+        ("El niño", "cp1252", "cp1252"),  # as short as these, a text fits Chinese encodings too
+        ("résumé", "cp1252", "cp1252"),
+        ("5 €!", "cp1252", "cp1252"),
+        ("# 春江潮水连海平\nx = 1\n" * 9, "gbk", "gb18030"),
     ],
 )
 def test_the_encoding_of_a_text_is_guessed(text, encoding, guess):

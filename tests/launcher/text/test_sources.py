@@ -269,7 +269,7 @@ def test_standard_input_is_uploaded(cli, type_in):
     ("content", "options", "fact"),
     [
         (LINES, [], "`sm-nanogpt upload-data - --tokenizer bpe`"),
-        (b"%PDF-1", [], "`pdftotext FILE`"),
+        (b"%PDF-1", [], "`pdftotext FILE NEW-FILE.txt`"),
     ],
 )
 def test_a_refusal_names_standard_input(cli, type_in, content, options, fact):

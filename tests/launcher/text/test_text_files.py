@@ -42,7 +42,7 @@ def test_a_folder_gives_its_texts_and_says_what_it_leaves(cli, notes):
     assert launching.tree(stored(ran.out.strip())) == names
     for reason in (
         "3 files left out: 2 .py, 1 LICENSE; `--include '*.py'` takes such files",
-        "1 file left out: 1 .pdf; `pdftotext FILE`",
+        "1 file left out: 1 .pdf; `pdftotext FILE NEW-FILE.txt`",
         "1 file left out: 1 .jsonl; `sm-nanogpt upload-data notes --tokenizer bpe`",
     ):
         assert f"warning: notes: {reason}" in ran.err
