@@ -1,7 +1,8 @@
 """List jobs on this machine and on SageMaker, and find the one that a user names.
 
 The caller's jobs are all jobs of this machine, and those on SageMaker whose tag names the caller as
-their owner. Names, parts of ids, and `latest` only mean these jobs; a full id means anyone's job.
+their owner. Names, parts of ids, and `latest` only mean these jobs; a full id means anyone's job. A
+job that resumes another one has its name, so a name means the newest job of that name.
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ def full_id(
     A path, and a reference to no job, are returned unchanged.
 
     acts: the job will be changed, so the log names it first, and SageMaker is always asked. reads:
-    the part of the job that will be read. `latest` is then the newest job that has this part, and a
-    path may stand for the model of a job.
+    the part of the job that will be read. `latest` is then the newest job that has this part, a
+    name is the newest one of its jobs that has it, and a path may stand for the model of a job.
 
     Raises InputError if several jobs match, and ServiceError if the reference may mean another job,
     which could not be listed.
@@ -201,7 +202,7 @@ def full_id(
     return job.job_id
 
 
-Lack = Callable[[JobDescription], str]  # says why `latest` does not mean a job, or ''
+Lack = Callable[[JobDescription], str]  # says why `latest` or a name does not mean a job, or ''
 
 
 def lack_of(job: JobDescription, reads: Part | None, settings: Settings) -> str:
@@ -252,13 +253,17 @@ def remote_launches(settings: Settings) -> list[str]:
 
 
 def choose_job(reference: str, jobs: Jobs, lacks: Lack) -> JobDescription | None:
-    """Choose the one of these jobs that a reference means. Raises InputError if several match."""
+    """Choose the one of these jobs that a reference means.
+
+    Raises InputError if it is a part of several ids.
+    """
     if reference == "latest":
         return newest(jobs, lacks)
     every = list(jobs)
-    matches = [job for job in every if job.name == reference]
-    if not matches:
-        matches = [job for job in every if is_part(reference, job.job_id)]
+    of_name = [job for job in every if job.name == reference]
+    if of_name:
+        return newest(iter(of_name), lacks)
+    matches = [job for job in every if is_part(reference, job.job_id)]
     if len(matches) > 1:
         raise ambiguous(reference, [job.named for job in matches], "jobs", "id")
     return matches[0] if matches else None

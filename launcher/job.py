@@ -69,7 +69,7 @@ class TrainingRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str | None = None  # unique among the caller's jobs; can be used in place of an id
+    name: str | None = None  # can be used in place of an id; None: that of the resumed job
     instance: str | None = None  # LOCAL or SageMaker types; None: that of the resumed job
     instance_count: Instances | None = None
     processes_per_instance: Processes | None = None

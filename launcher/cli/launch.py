@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     "SageMaker instance type, or `local` for this machine. With up to five types, the job runs"
     " on the first with free capacity.",
 )
-@valued("--name NAME", "A name for the job, unique among yours, to use in place of its id.")
+@valued("--name NAME", "A name for the job, new among yours, to use in place of its id.")
 @valued("--instance-count N", "Number of hosts (default: 1).")
 @valued(
     "--processes-per-instance N",

@@ -185,7 +185,7 @@ def job_references() -> list[str]:
         for job in islice(jobs, MAX_COMPLETED):
             if isinstance(job, JobDescription):
                 references.append(job.name or end_of(job.job_id))
-    return references
+    return list(dict.fromkeys(references))  # resumed jobs have one name
 
 
 def complete_preset(

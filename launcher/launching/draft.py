@@ -75,6 +75,11 @@ class Draft:
         self.request = with_earlier_fields(self.request, self.earlier.job)
         self.base = earlier.job.base
 
+    def check_name(self) -> None:
+        """Raise InputError if a job that this one does not resume has the name."""
+        if self.earlier is None or self.request.name != self.earlier.job.name:
+            check_name(self.request, self.settings)
+
     def choose_backend(self) -> None:
         """Choose where the job runs, and take the store and other defaults from its settings."""
         self.backend = backend_for(self.request.instance or "", self.settings)
@@ -228,7 +233,7 @@ def fill(request: Request, settings: Settings, texts: Texts | None = None) -> Dr
     """
     draft = Draft(request, settings, texts or {})
     draft.take_over_earlier_job()
-    check_name(draft.request, draft.settings)
+    draft.check_name()
     draft.choose_backend()
     draft.read_training_folder()
     draft.find_models()

@@ -22,7 +22,7 @@ from sm_nanogpt.launcher.tracking import still_runs
 logger = logging.getLogger(__name__)
 
 # Fields that a job does not take over, or not unchanged.
-NOT_INHERITED = {"name", "resume", "preset", "size", "hyperparameters"}
+NOT_INHERITED = {"resume", "preset", "size", "hyperparameters"}
 # Fields of which a job sets at most one.
 EXCLUSIVE = {"image_uri": "pytorch_version", "pytorch_version": "image_uri"}
 
@@ -56,7 +56,10 @@ def find_earlier_job(request: Request, settings: Settings) -> EarlierJob | None:
     if description.checkpoint_uri is None:
         state = f"job {request.resume} is {description.status}"
         raise ServiceError(f"{state}, and left no checkpoint to resume from")
-    return EarlierJob(backend.job(description.job_id), description)
+    job = backend.job(description.job_id)
+    if backend.other_owner(description):  # the name is one of the owner's jobs
+        job = job.model_copy(update={"name": None})
+    return EarlierJob(job, description)
 
 
 def check_reach(request: Request, earlier: EarlierJob) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -261,15 +262,22 @@ def read_run(job_id: str, settings: Settings) -> ReportedRun:
 
 
 def compare(runs: Sequence[ReportedRun]) -> Report:
-    """Rank the runs. The label of each is its name, with up to two values that differ."""
+    """Rank the runs.
+
+    The label of each is its name, with the end of its id if runs share the name, and up to two
+    values that differ.
+    """
     set_by_model = hyperparameters_of_models(runs)
     differing = differences([run.configuration for run in runs])
     differing = [name for name in differing if name not in set_by_model]
     tokenizers = {run.tokenizer for run in runs}
     report = Report(runs, differing, per_byte=len(tokenizers) > 1)
+    n_runs_of = Counter(run.short_name for run in runs)
     labeled = []
     for run in sorted(runs, key=report.score):
         label = run.short_name
+        if n_runs_of[label] > 1:
+            label += f" {end_of(run.description.job_id)}"
         if len(differing) <= 2:
             for name in differing:
                 label += f", {name} {value_text(run.configuration.get(name))}"

@@ -14,6 +14,7 @@ import launching
 import pytest
 from access import ACCOUNT
 from jobs import copy_job, write_job
+from sagemaker_jobs import CHECKPOINT
 
 import sm_nanogpt as sm
 from sm_nanogpt import ServiceError, Settings
@@ -22,6 +23,7 @@ from sm_nanogpt.launcher.finding import find, full_id, similar_to
 from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.sagemaker.caller import (
     LAST_LAUNCHED,
+    NAME_TAG,
     Caller,
     LaunchedJob,
     last_launches,
@@ -366,8 +368,42 @@ def test_a_name_works_wherever_an_id_does(job, cli, short_text_file, tmp_path):
         assert cli(arguments.format("v1.0").split()).good, arguments
     assert cli("launch", "--resume", "v1.0", "--set", "max_steps=20").good
     assert f"resumes {copy}" in cli("status", "latest").out
-    assert cli("delete", "v1.0", "--yes").good
+    assert cli("delete", copy, "--yes").good
     assert not (job.home / "jobs" / copy).exists()
+
+
+def test_a_resumed_job_takes_over_the_name(job, cli):
+    copy = copy_job(job, "sm-nanogpt-20200101-000000-abcdef", name="first")
+    resumed = cli("launch", "--resume", "first", "--set", "max_steps=20").good.out.strip()
+    assert f"job:         {resumed}\n" in cli("status", "first").out
+    assert f"/models/{resumed}/" in cli("fetch-and-sample", "first", "--max-new-tokens", "3").err
+    further = cli("launch", "--resume", "first", "--name", "first", "--set", "max_steps=22").good
+    assert f"resumes {resumed}" in cli("status", further.out.strip()).out
+    assert cli("launch", "--instance", "local", "--name", "first").failed(2, "has this name")
+    assert cli("launch", "--resume", copy, "--name", "other", "--set", "max_steps=12").good
+    assert f"resumes {copy}" in cli("status", "other").out
+
+
+def test_a_name_means_the_newest_job_that_has_the_part(job, cli):
+    copy_job(job, "sm-nanogpt-20200101-000000-abcdef", name="first")
+    older = copy_job(job, "sm-nanogpt-20200102-000000-abcdef", name="first")
+    newer = failed(job, "sm-nanogpt-20200103-000000-abcdef", name="first")
+    assert f"job:         {newer}\n" in cli("status", "first").out
+    ran = cli("fetch-and-sample", "first", "--max-new-tokens", "3").good
+    assert f"{newer} is Failed and has no model; the newest other job is {older}" in ran.err
+    assert f"/models/{older}/" in ran.err
+
+
+def test_the_name_of_somebody_elses_job_is_not_taken_over(s3, cli, become, two):
+    adas, graces = two  # both are named baseline
+    for owner, job_id in (("ada", adas), ("grace", graces)):
+        become(owner)
+        s3.put_object(Bucket=s3.bucket, Key=CHECKPOINT.format(job_id), Body=b"x")
+        assert cli("stop", job_id).good
+    for job_id, name in ((adas, None), (graces, "baseline")):
+        request = json.loads(cli("launch", "--resume", job_id, "--dry-run").good.out)
+        tags = {tag["Key"]: tag["Value"] for tag in request["Tags"]}
+        assert tags.get(NAME_TAG) == name
 
 
 # -- parts of ids ----------------------------------------------------------------------------------
@@ -418,8 +454,8 @@ def test_a_word_that_is_like_no_job_has_no_suggestion():
 # -- which one is latest ---------------------------------------------------------------------------
 
 
-def failed(job, job_id):
-    copy_job(job, job_id)
+def failed(job, job_id, **values):
+    copy_job(job, job_id, **values)
     state = {"status": "Failed", "secondary": "Failed", "reason": "DataError: no text"}
     write_json(str(job.home / "jobs" / job_id / "state.json"), state)
     return job_id

@@ -60,7 +60,8 @@ def resumed(earlier: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
             {"environment": {"A": "1", "B": "2"}, "tags": {"A": "1", "B": "2"}},
             "",
         ),
-        ({"name": "first", "size": 2}, {}, {}, "name"),
+        ({"name": "first", "size": 2}, {}, {"name": "first"}, "size"),
+        ({"name": "first"}, {"name": "second"}, {"name": "second"}, ""),
     ],
 )
 def test_a_resumed_job_keeps_what_fits_its_changes(earlier, changes, kept, dropped):

@@ -134,6 +134,13 @@ def test_runs_of_several_sizes_differ_in_their_size():
     assert [run.label for run in report.runs] == ["s1, size 1", "s2, size 2", "s3, size 3"]
 
 
+def test_runs_of_one_name_have_different_labels():
+    runs = []
+    for job_id in ("sm-nanogpt-20261130-055203-b8e312", "sm-nanogpt-20261130-055209-8f40ca"):
+        runs.append(replace(reported_run(job_id), job=TrainingJob(data="/data", name="first")))
+    assert [run.label for run in compare(runs).runs] == ["first b8e312", "first 8f40ca"]
+
+
 def test_what_is_set_besides_a_size_is_a_difference():
     assert compare([of_size(1, max_steps=7), of_size(2)]).differing == ["max_steps", "size"]
 
