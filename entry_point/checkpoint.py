@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .errors import ConfigError, FormatError, TrainingError, log
+from .errors import ConfigError, FormatError, TrainingError, log, os_reason
 from .files import replacing
 from .safetensors_file import read_metadata, read_safetensors, write_safetensors
 
@@ -90,7 +90,7 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             yield path
         except OSError as error:
-            raise TrainingError(f"cannot write {path}: {error.strerror}") from None
+            raise TrainingError(f"cannot write {path}: {os_reason(error)}") from None
 
     def save(
         self,

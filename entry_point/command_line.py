@@ -70,8 +70,8 @@ def read_arguments(argv: Sequence[str]) -> dict[str, str]:
             problem = f"there is no such option; name a text with --data {option}"
             raise ConfigError(f"{option}: {problem}")
         if name not in types:
-            problem = "there is no such option" + nearest_name(name.lstrip("_"), [*types])
-            raise ConfigError(f"{option}: {problem}")
+            advice = nearest_name(name.lstrip("_"), [*types]) or "; --help lists them"
+            raise ConfigError(f"{option}: there is no such option{advice}")
         if equals:
             values[name] = value
         elif remaining and not remaining[0].startswith("--"):  # it may be a negative number

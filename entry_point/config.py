@@ -328,7 +328,8 @@ def read_value(f: dataclasses.Field[Any], setting: Any) -> Any:
         value = read(str(setting))
         if is_allowed(f, value):
             return value
-    raise ConfigError(f"{f.name}={setting!r}: must be {allowed(f)}")
+    suggestion = nearest_name(str(setting), f.metadata["choices"])
+    raise ConfigError(f"{f.name}={setting!r}: must be {allowed(f)}{suggestion}")
 
 
 def is_allowed(f: dataclasses.Field[Any], value: Any) -> bool:

@@ -90,11 +90,19 @@ def counted(n: int, word: str) -> str:
     return f"{n:,} {word}s"
 
 
+def os_reason(error: OSError) -> str:
+    """Why the system refused, as a part of a sentence: `no such file or directory`."""
+    reason = error.strerror or str(error)
+    if reason[1:2].islower():  # no abbreviation
+        reason = reason[0].lower() + reason[1:]
+    return reason
+
+
 def nearest_name(name: str, names: Sequence[str]) -> str:
     """What to say of a name that is none of these.
 
-    ', did you mean X?' for the initials of X, or a slip in it; else for up to three names that are
-    a little like it; else ', known are ...'.
+    '; did you mean X?' for the initials of X, or a slip in it; else for up to three names that are
+    a little like it; else ''.
     """
     by_initials = {initials(other): other for other in names}
     if name in by_initials:
@@ -104,8 +112,8 @@ def nearest_name(name: str, names: Sequence[str]) -> str:
     if not matches:
         matches = difflib.get_close_matches(name, names)
     if not matches:
-        return f", known are {', '.join(names)}"
-    return f", did you mean {' or '.join(matches)}?"
+        return ""
+    return f"; did you mean {' or '.join(matches)}?"
 
 
 def initials(name: str) -> str:

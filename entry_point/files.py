@@ -14,7 +14,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from .errors import DataError
+from .errors import DataError, os_reason
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def read_json(path: Path) -> dict[str, Any]:
         document = json.loads(read_file(path, LARGEST_JSON))
         problem = "" if isinstance(document, dict) else "holds no JSON object"
     except OSError as error:
-        problem = str(error.strerror)
+        problem = os_reason(error)
     except (ValueError, RecursionError) as error:
         problem = f"is no JSON: {error}"
     if problem:

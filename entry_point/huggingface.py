@@ -17,7 +17,7 @@ from torch import Tensor
 from .causality import leak_of
 from .config import Config, has_tuned_rates, read_value
 from .conversations import CHAT_TEMPLATE, END_OF_TURN
-from .errors import ConfigError, DataError, FormatError, TrainingError, is_out_of_memory
+from .errors import ConfigError, DataError, FormatError, TrainingError, is_out_of_memory, os_reason
 from .files import file_sha256, member, read_json, replacing
 from .kernels import NORM_EPS
 from .model import GPT, activation_name
@@ -364,7 +364,9 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
         for name in sorted(names):
             part, _ = read_safetensors(directory / name, largest=1 << 24, mapped=True)
             tensors |= part
-    except (OSError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise FormatError(f"{error.filename or directory}: {os_reason(error)}") from None
+    except (KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"the weights in {directory} cannot be read: {error}") from None
     if not is_edited(directory):  # whose buffers may hold anything
         check_values(directory, tensors)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from .container import Container
-from .errors import TrainingError, failure_report, report_failure
+from .errors import TrainingError, failure_report, os_reason, report_failure
 
 ECHO_SECONDS = 1.0  # a terminal and a launcher may both pass on one Ctrl-C
 FAREWELL_SECONDS = 2.0  # for the other ranks to report their own end, once one has failed
@@ -77,7 +77,7 @@ def listen(address: str, port: int) -> tuple[int, int]:
         server = socket.create_server((interface, port))
     except OSError as error:
         raise TrainingError(
-            f"cannot listen at port {port}: {error.strerror}; set MASTER_PORT to a free one, on"
+            f"cannot listen at port {port}: {os_reason(error)}; set MASTER_PORT to a free one, on"
             " each host"
         ) from None
     port = server.getsockname()[1]

@@ -17,7 +17,7 @@ from torch import Tensor
 from .config import Config
 from .container import Container
 from .conversations import END_OF_TURN, Packed
-from .errors import DataError, counted
+from .errors import DataError, counted, os_reason
 from .files import (
     LARGEST_TEXT,
     TOO_MUCH_TEXT,
@@ -198,7 +198,7 @@ def code_points(path: Path, digest: Any) -> Iterator[Tensor]:
                 if codes:
                     yield torch.frombuffer(codes, dtype=dtype)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
+        raise DataError(f"{path}: {os_reason(error)}") from None
     except UnicodeDecodeError as error:
         byte = position - len(error.object) + error.start
         raise DataError(f"{path}: not UTF-8 text (byte {byte})") from None

@@ -44,7 +44,7 @@ class LauncherError(Exception):
         elif value is None:
             message = f"{field}: {problem}"
         else:
-            message = f"{shortened(f'{field}={value}', MAX_VALUE)}: {problem}"
+            message = f"{shortened(f'{field}={text_of(value)}', MAX_VALUE)}: {problem}"
         super().__init__(message)
 
         self.problem = problem
@@ -99,6 +99,21 @@ def shortened(text: str, limit: int = MAX_MESSAGE) -> str:
     if len(text) <= limit:
         return text
     return f"{text[: limit * 7 // 10]} ... {text[-limit * 3 // 10 :]}"
+
+
+def joined(*parts: str) -> str:
+    """Join the parts of a message by semicolons. After a question, a space is enough."""
+    text = ""
+    for part in parts:
+        if text:
+            text += " " if text.endswith("?") else "; "
+        text += part
+    return text
+
+
+def text_of(value: object) -> str:
+    """A value in a message, as a user types it: a float of -1 is `-1`."""
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def not_installed(package: str) -> InputError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -230,7 +231,14 @@ class Request(TrainingRequest):
         presets = source.module("presets").PRESETS
         if self.preset is not None and self.preset not in presets:
             raise unknown_preset(self.preset, ["auto", *presets])
-        return source.module("config").make_config(self.hyperparameters, self.preset, base)
+        try:
+            with source.user_errors():
+                return source.module("config").make_config(self.hyperparameters, self.preset, base)
+        except InputError as error:
+            names = {name.replace("-", "_"): "" for name in self.hyperparameters}
+            if source.known_hyperparameters(names) == names:
+                raise
+            raise unknown_hyperparameter(str(error), source) from error.__cause__
 
     def metric_definitions(self) -> list[dict[str, str]]:
         with self.source.user_errors():
@@ -312,6 +320,13 @@ def unknown_preset(name: str, presets: Sequence[str]) -> InputError:
     if suggestion:
         problem += f"; {suggestion}"
     return InputError(problem, field="preset", value=name)
+
+
+def unknown_hyperparameter(problem: str, source: Source) -> InputError:
+    if source.is_packaged:
+        return InputError(problem, "list-hyperparameters")
+    folder = shlex.quote(str(source.directory))
+    return InputError(problem, "list-edited-hyperparameters", folder=folder)
 
 
 # The fields that a backend other than SageMaker records of a job.

@@ -19,6 +19,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.launcher.errors import InputError, did_you_mean, must_be
 from sm_nanogpt.launcher.values import plain
 
@@ -272,7 +273,7 @@ def load_settings(**arguments: str | None) -> Settings:
         settings.home.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"{error.filename}: {error.strerror}; set SM_NANOGPT_HOME to another directory"
+            f"{error.filename}: {os_reason(error)}; set SM_NANOGPT_HOME to another directory"
         ) from None
     return settings
 

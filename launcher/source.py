@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from sm_nanogpt import entry_point
+from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.entry_point.files import read_file
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.storage import path_of
@@ -74,7 +75,7 @@ class Source:
             for file in sorted(directory.glob("[!.]*.py")):  # without the files of editors
                 files[file.name] = read_file(file, MAX_FILE_BYTES)
         except OSError as error:
-            raise InputError(f"{error.filename or directory}: {error.strerror}") from None
+            raise InputError(f"{error.filename or directory}: {os_reason(error)}") from None
 
         for name in files:
             if not name.removesuffix(".py").isidentifier():

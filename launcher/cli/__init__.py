@@ -22,6 +22,7 @@ from typing import NoReturn
 import click
 from click.shell_completion import shell_complete
 
+from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.entry_point.files import open_standard_streams
 from sm_nanogpt.entry_point.waiting import limit_spinning
 from sm_nanogpt.launcher.cli import (
@@ -38,7 +39,7 @@ from sm_nanogpt.launcher.cli import (
 from sm_nanogpt.launcher.cli.options import CommandGroup, valued
 from sm_nanogpt.launcher.cli.remedies import sentence
 from sm_nanogpt.launcher.cli.show import logs_shown, note, silence
-from sm_nanogpt.launcher.errors import InputError, LauncherError, Terminated
+from sm_nanogpt.launcher.errors import InputError, LauncherError, Terminated, joined
 
 COMPLETION_VARIABLE = "_SM_NANOGPT_COMPLETE"
 
@@ -211,7 +212,7 @@ def message_of(error: Exception) -> str:
     if isinstance(error, LauncherError):
         return sentence(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"cannot write {error.filename or 'the result'}: {error.strerror}"
+        return f"cannot write {error.filename or 'the result'}: {os_reason(error)}"
     return f"{type(error).__name__}: {error}; `sm-nanogpt --debug ...` shows where"
 
 
@@ -226,7 +227,7 @@ def usage_message(error: click.ClickException) -> str:
             message += " Hyperparameters need --set NAME=VALUE"
         elif "unexpected extra argument" in message:
             message += ". A text goes to `upload-data` first, or is named by --data"
-    return f"{message.rstrip('.')}; `{context.command_path} --help` shows what there is"
+    return joined(message.rstrip("."), f"`{context.command_path} --help` shows what there is")
 
 
 def main() -> NoReturn:

@@ -20,7 +20,7 @@ from sm_nanogpt.launcher.cli.options import (
 )
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import moment, note, print_columns, print_json
-from sm_nanogpt.launcher.errors import InputError, ServiceError, did_you_mean
+from sm_nanogpt.launcher.errors import InputError, ServiceError, did_you_mean, joined
 from sm_nanogpt.launcher.values import counted, in_units
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
     if failure:
         if unknown or any(upload.uri.startswith("s3:") for upload in uploads):
             raise failure  # it may be there, or a running job may read it
-        note(f"{sentence(failure)}; only what is on this machine will be deleted")
+        note(joined(sentence(failure), "only what is on this machine will be deleted"))
     if unknown:
         name = min(unknown)
         suggestion = did_you_mean(name, [upload.name for upload in all_uploads])

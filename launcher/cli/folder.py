@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.launcher.cli.options import Command, valued
 from sm_nanogpt.launcher.cli.remedies import command
 from sm_nanogpt.launcher.cli.show import note, print_text
@@ -54,7 +55,7 @@ def copy_script_command(directory: Path, search: str | None) -> None:
         directory.mkdir(parents=True)
         source.write(directory)
     except OSError as error:
-        raise InputError(f"{directory}: {error.strerror}; name another directory") from None
+        raise InputError(f"{directory}: {os_reason(error)}; name another directory") from None
     click.echo(directory)
     note(f"edit a file in {directory}; then")
     note(f"next: {command(next_command)}")

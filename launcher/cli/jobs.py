@@ -286,7 +286,7 @@ def report_command(
     settings = settings_of()
     if group is not None:
         job_ids = jobs_with_curves(group, settings)
-    report = compare(read_runs(job_ids, settings))
+    report = compare(read_runs(list(dict.fromkeys(job_ids)), settings))
     if output is None:
         output = report_path([run.description.job_id for run in report.runs])
         check_output_file(output)

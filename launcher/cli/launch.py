@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.launcher.cli.options import (
     YES,
     Command,
@@ -372,7 +373,7 @@ def submit(plan: Plan) -> None:
             click.echo(job_id)
         except OSError as error:
             silence(sys.stdout)  # else the flush at exit fails too
-            problem = f"{error.strerror or error}: cannot print the job id, {job_id}"
+            problem = f"{os_reason(error)}: cannot print the job id, {job_id}"
             raise ServiceError(f"{problem}; {stops}") from None
         link = plan.backend.console_link(job_id)
         if link:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.launcher.cli.remedies import command
 from sm_nanogpt.launcher.cli.show import escaped, note
 from sm_nanogpt.launcher.errors import InputError, LauncherError
@@ -100,7 +101,7 @@ def check_output_file(path: Path) -> None:
         has_directory = path.parent.is_dir()
         is_other = path.is_symlink() or (path.exists() and not path.is_file())
     except OSError as error:  # the name is too long, or the user may not look there
-        raise InputError(f"{path}: {error.strerror}; name another one") from None
+        raise InputError(f"{path}: {os_reason(error)}; name another one") from None
     if not has_directory:
         raise InputError(f"{path}: {path.parent} is no directory; make it, or name another one")
     if is_other:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sm_nanogpt.launcher.errors import MAX_VALUE, LauncherError, shortened
+from sm_nanogpt.launcher.errors import MAX_VALUE, LauncherError, joined, shortened, text_of
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.description import JobDescription
@@ -31,6 +31,8 @@ REMEDIES: dict[str, str] = {
     # launching, jobs
     "allow-vpc": "allow it with `{sm} infra deploy --vpc`, or set another --role",
     "copy-folder": "start from the folder that `{sm} copy-script` writes",
+    "list-hyperparameters": "`{sm} hyperparameters` lists them",
+    "list-edited-hyperparameters": "`{sm} hyperparameters --entry-point {folder}` lists them",
     "needs-ends": "leave it out, or encode the text with `{sm} upload-data PATH --tokenizer bpe`",
     "train-further": "to train further, add `--set max_steps=N` with N above {step}",
     "start-from-model": "`{sm} launch --init-from {job_id}` starts a new run from its model",
@@ -232,7 +234,7 @@ def reason_of(description: JobDescription) -> str | None:
     for part, advice in REASONS.items():
         if part in reason:
             reason = f"{reason} ({advice})"
-    if "No space left on device" in reason:
+    if "no space left on device" in reason.lower():
         reason = f"{reason} ({disk_advice(description)})"
     return reason
 
@@ -267,9 +269,6 @@ def sentence(error: LauncherError) -> str:
     if error.names_field:
         subject = option(error.field)
         if error.value is not None:
-            subject = shortened(f"{subject} {error.value}", MAX_VALUE)
+            subject = shortened(f"{subject} {text_of(error.value)}", MAX_VALUE)
         message = f"{subject}: {message}"
-    for advice in remedies(error):
-        separator = " " if message.endswith("?") else "; "
-        message += separator + advice
-    return message
+    return joined(message, *remedies(error))

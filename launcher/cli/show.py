@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from sm_nanogpt.launcher.cli.remedies import command, reason_of, remedies, remedy
-from sm_nanogpt.launcher.errors import ServiceError, shortened
+from sm_nanogpt.launcher.errors import ServiceError, joined, shortened
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.curve import Curve
@@ -121,7 +121,7 @@ class Screen(logging.Handler):
         code = getattr(record, "code", "")
         if code:
             advice.append(remedy(code, vars(record)))
-        text = "; ".join([record.getMessage(), *advice])
+        text = joined(record.getMessage(), *advice)
         if record.levelno >= logging.WARNING:
             text = f"warning: {text}"
         if text not in self.printed:

@@ -10,7 +10,7 @@ import click
 from sm_nanogpt.launcher.cli.options import agree_to_cost
 from sm_nanogpt.launcher.cli.remedies import command, reason_of, sentence
 from sm_nanogpt.launcher.cli.show import note, print_table
-from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.errors import ServiceError, joined
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.groups.find import JobGroup
@@ -42,7 +42,8 @@ def run_sweep(plan: SweepPlan, yes: bool) -> None:
             note(line_of(event, sweep))
             needs_money = needs_money or isinstance(event.obstacle, CeilingTooLow)
     except ServiceError as error:
-        raise ServiceError(f"{sentence(error)}; `{command(*again)}` continues the sweep") from None
+        continues = f"`{command(*again)}` continues the sweep"
+        raise ServiceError(joined(sentence(error), continues)) from None
     except KeyboardInterrupt as error:
         goes_on = f"the jobs that run keep running; `{command(*again)}` starts the others"
         if plan.backend.stops_at_ctrl_c:

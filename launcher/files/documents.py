@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.entry_point.files import read_file
 from sm_nanogpt.launcher.errors import InputError, ServiceError, must_be
 from sm_nanogpt.launcher.values import parse_bytes
@@ -84,7 +85,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         # show, fails here; the JSON is not needed.
         json.dumps(values, default=str)
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
+        raise InputError(f"{path}: {os_reason(error)}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not TOML: {error}") from None
     for name, value in values.items():

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import fsspec
 
 from sm_nanogpt.entry_point import files
+from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.entry_point.files import file_sha256, open_file, read_file
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.locks import lock
@@ -115,6 +116,6 @@ def link_or_copy(source: Path, target: Path, home: Path | None = None) -> None:
     except FileExistsError:
         raise
     except OSError as error:
-        problem = f"its file system has no links ({error.strerror})"
+        problem = f"its file system has no links ({os_reason(error)})"
         logger.info(f"{target}: a copy of {source}, as {problem}")
         shutil.copyfile(source, target)

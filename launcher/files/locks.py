@@ -6,6 +6,7 @@ import fcntl
 from pathlib import Path
 from typing import IO, Any
 
+from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.entry_point.files import open_file
 from sm_nanogpt.launcher.errors import InputError
 
@@ -24,7 +25,7 @@ def lock(file: IO[Any], wait: bool = True, shared: bool = False) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        problem = f"its file system has no locks ({error.strerror})"
+        problem = f"its file system has no locks ({os_reason(error)})"
         raise InputError(f"{file.name}: {problem}; set SM_NANOGPT_HOME to a local disk") from None
     return True
 

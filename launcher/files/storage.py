@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic_core import to_jsonable_python
 
+from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.launcher.aws import service_error
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.files.documents import MAX_BYTES, parse
@@ -64,9 +65,9 @@ def errors_about(uri: str) -> Iterator[None]:
 def os_problem(error: OSError) -> str:
     """The message for an error of this machine's file system, or ''."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"this machine's disk is full ({error.strerror}); free some space"
+        return f"this machine's disk is full ({os_reason(error)}); free some space"
     if error.strerror:
-        return error.strerror
+        return os_reason(error)
     if isinstance(error, FileNotFoundError):
         return "nothing is there"
     return ""

@@ -25,7 +25,6 @@ from sm_nanogpt.launcher.forecast.checks import (
 from sm_nanogpt.launcher.forecast.clock import LocalClock, LocalTimes
 from sm_nanogpt.launcher.forecast.law import MeasuredRun, TextLaw, shared
 from sm_nanogpt.launcher.forecast.pilots import (
-    MIN_TRAINING_TOKENS,
     STEP_OVERHEAD,
     WRITTEN,
     PlannedPilot,
@@ -37,7 +36,14 @@ from sm_nanogpt.launcher.forecast.pilots import (
 from sm_nanogpt.launcher.forecast.sizes import Sizes
 from sm_nanogpt.launcher.forecast.times import InstanceType
 from sm_nanogpt.launcher.job import Expected
-from sm_nanogpt.launcher.launching.forecasts import Change, Forecast, ForecastLedger, Pilot, Row
+from sm_nanogpt.launcher.launching.forecasts import (
+    MIN_TRAINING_TOKENS,
+    Change,
+    Forecast,
+    ForecastLedger,
+    Pilot,
+    Row,
+)
 from sm_nanogpt.launcher.source import Source
 
 TABLE_SIZES = (1.0, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)

@@ -20,7 +20,6 @@ from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.text.ids import draw_ids, write_ids
 
 PILOT_SIZES = (1.0, 1.25, 1.5, 1.75)
-MIN_TRAINING_TOKENS = 18_000  # nine tenths of a text of 20,000
 PILOT_SIZES_OF_SHORT = (0.5, 0.75, 1.0, 1.25)
 SHORT = 100_000  # tokens of a text; an eighth of fewer is too little for a pilot
 # Tokens of a text of which fractions are taken. Pilots train on up to 0.9 million.

@@ -13,7 +13,12 @@ from sm_nanogpt.launcher.errors import InputError, about
 from sm_nanogpt.launcher.finding import Listing, remote_launches
 from sm_nanogpt.launcher.job import Expected, Request, TrainingJob
 from sm_nanogpt.launcher.launching import sizing, start
-from sm_nanogpt.launcher.launching.forecasts import Row, expected_of, forecast_rows
+from sm_nanogpt.launcher.launching.forecasts import (
+    MIN_TRAINING_TOKENS,
+    Row,
+    expected_of,
+    forecast_rows,
+)
 from sm_nanogpt.launcher.launching.names import recorded_group
 from sm_nanogpt.launcher.launching.resume import (
     EarlierJob,
@@ -204,7 +209,12 @@ class Draft:
         Both are for one generation.
         """
         if not rows:
-            data = shlex.quote(self.texts["data"].shown)
+            length = sizing.text_length(self.job, self.texts)
+            if length.n_tokens < MIN_TRAINING_TOKENS:
+                few = f"{length.n_tokens:,} {length.unit} to train on are too few for pilots"
+                logger.info(f"no loss is forecast for this text: {few}")
+                return
+            data = shlex.quote(self.texts["data"].short_name)
             extra = {"code": "forecast-first", "data": data}
             logger.info("no loss is forecast for this text", extra=extra)
             return

@@ -22,6 +22,8 @@ from sm_nanogpt.launcher.text.channels import Texts
 
 logger = logging.getLogger(__name__)
 
+MIN_TRAINING_TOKENS = 18_000  # nine tenths of a text of 20,000; pilots learn too little of fewer
+
 
 class Change(Document):
     """A change of a loss, in nats, with its 80 % interval from low to high."""

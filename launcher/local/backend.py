@@ -55,7 +55,7 @@ from sm_nanogpt.launcher.files.documents import Count, Damaged, Document, Moment
 from sm_nanogpt.launcher.files.moved import find_moved
 from sm_nanogpt.launcher.job import COMMON_FIELDS, JOB_ID, Request, TrainingJob
 from sm_nanogpt.launcher.local.process import python_command
-from sm_nanogpt.launcher.machines import cpu_processes, is_busy
+from sm_nanogpt.launcher.machines import cpu_processes
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import Source
 
@@ -164,7 +164,6 @@ class LocalBackend(Backend):
         self, job_id: str, job: TrainingJob, placement: LocalPlacement, request: Mapping[str, Any]
     ) -> None:
         directory = self.jobs_dir / job_id
-        self.note_busy_cores(placement)
         record = {
             "job": job.model_dump(mode="json", include=COMMON_FIELDS),
             "hyperparameters": job.all_hyperparameters(),
@@ -180,13 +179,6 @@ class LocalBackend(Backend):
             if not is_listed:  # the user can look at a listed job, and delete it
                 shutil.rmtree(directory, ignore_errors=True)
             raise
-
-    def note_busy_cores(self, placement: LocalPlacement) -> None:
-        """Log that one thread may be faster, if the job's threads would wait for other programs."""
-        if placement.gpus or os.environ.get("OMP_NUM_THREADS") or self.parallel > 1:
-            return
-        if cores() // placement.processes >= 2 and is_busy():
-            logger.info("other programs use the cores: OMP_NUM_THREADS=1 may be faster")
 
     def start(self, directory: Path, source: Source, record: dict[str, Any]) -> None:
         """Write the files of a job, and start its runner, which holds its lock."""

@@ -44,6 +44,14 @@ class Channel:
     upload: Upload | None = None  # None: another program put the text on S3; its length is unknown
     sources: list[File] = field(default_factory=list)  # files of this machine, to be uploaded
 
+    @property
+    def short_name(self) -> str:
+        """What a user may type for the text: the name of an upload, or else the location."""
+        name = self.shown.rstrip("/").rpartition("/")[2]
+        if "://" in self.shown and UPLOAD_NAME.fullmatch(name):
+            return name
+        return self.shown
+
 
 Texts = Mapping[str, Channel]  # the texts of a job, by its fields `data` and `validation`
 

@@ -103,8 +103,11 @@ class Survey:
                 extra = {"code": "give-encoding", "encoding": suspicion.encoding}
             logger.warning(f"{position}: has {suspicion.problem}", extra=extra)
         if self.characters < MIN_CHARACTERS:
-            problem = f"{self.characters} characters are too few to train and validate on"
-            raise InputError(f"{name}: {problem}; use at least {MIN_CHARACTERS}, better a million")
+            problem = "has no text"
+            if self.characters:
+                problem = f"{self.characters} characters are too few to train and validate on"
+            advice = f"use at least {MIN_CHARACTERS} characters, better a million"
+            raise InputError(f"{name}: {problem}; {advice}")
 
 
 # -- plain text ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.progress import Progress, no_progress
 from sm_nanogpt.launcher.text.documents import documents_in, list_left_out
@@ -110,7 +111,7 @@ class FileFinder:
                 self.add_source(source)
             except OSError as error:
                 path = Path(error.filename or source.path)
-                raise InputError(f"{source.shown(path)}: {error.strerror or error}") from None
+                raise InputError(f"{source.shown(path)}: {os_reason(error)}") from None
         self.include.check_used()
         self.exclude.check_used()
         self.check_column()
@@ -214,7 +215,7 @@ class FileFinder:
         """
 
         def raise_unreadable(error: OSError) -> None:  # os.walk would ignore the error
-            raise unreadable(Path(error.filename), source, str(error.strerror))
+            raise unreadable(Path(error.filename), source, os_reason(error))
 
         for directory, folders, names in os.walk(source.path, onerror=raise_unreadable):
             check_no_saved_dataset(Path(directory), source, names)
@@ -282,7 +283,7 @@ def records_need_tokens(file: File) -> InputError:
     return InputError(problem, "needs-tokens", path=path)
 
 
-def unreadable(path: Path, source: TextSource, problem: str = "Permission denied") -> InputError:
+def unreadable(path: Path, source: TextSource, problem: str = "permission denied") -> InputError:
     """The error for a file or folder, below a folder, that cannot be opened."""
     glob = shlex.quote(path.relative_to(source.path).as_posix())
     return InputError(f"{source.shown(path)}: {problem}", "leave-out", glob=glob)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.entry_point.files import open_file
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
@@ -232,7 +233,9 @@ def reading_problem(error: Exception, file: File) -> str:
     """Why a file cannot be read, and what to do."""
     if isinstance(error, UnicodeError):  # the file has no byte order mark
         return f"{error}; give its encoding as {file.encoding}-le or {file.encoding}-be"
-    problem = getattr(error, "strerror", "") or f"damaged: {error}"
+    problem = f"damaged: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        problem = os_reason(error)
     if file.path.is_fifo():
         return f"{problem}; for a pipe, give -"
     return problem

@@ -26,6 +26,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.entry_point.text import Tokenizer
 from sm_nanogpt.launcher.description import end_of
@@ -181,7 +182,7 @@ def listen(port: int) -> socket.socket:
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
-        raise InputError(f"{error.strerror}", "port-taken", field="port", value=port) from None
+        raise InputError(os_reason(error), "port-taken", field="port", value=port) from None
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:

@@ -61,7 +61,7 @@ def test_a_volume_that_is_full(aws, cli, text_file):
     values = {**ENDLESS, "n_embd": 128, "batch_size": 8, "checkpoint_seconds": 1}
     machine = ("--instance", "ml.m5.xlarge", "--volume-size", "1")
     ran = cli(LAUNCH, "--data", text_file, machine, sets(**values))
-    reason = r" +TrainingError: .*: No space left on device \(raise --volume-size\)"
+    reason = r" +TrainingError: .*: no space left on device \(raise --volume-size\)"
     assert re.search(f"failed:{reason};", ran.error)
     assert re.search(f"reason:{reason}\n", failed(cli, ran))
 

@@ -97,7 +97,7 @@ def test_words_that_cannot_be_read_are_refused(arguments, message):
         ("dropout", "0 to 0.95", ["much", 0.96, -0.1]),
         ("learning_rate", "0 to 1e+37", [float("nan"), float("inf")]),
         ("tie_embeddings", "True or False", ["maybe"]),
-        ("optimizer", "one of muon, adamw", ["muom"]),
+        ("optimizer", "one of muon, adamw", ["sgd"]),
     ],
 )
 def test_an_impossible_value_is_refused(name, allowed, values):
@@ -123,7 +123,8 @@ def test_the_smallest_run_is_allowed():
     "values, message",
     [
         ({"lr": "1"}, r"^lr='1': .* learning_rate\?$"),
-        ({"xyzzy": "1"}, "^xyzzy='1': .* known are n_layer, n_head, "),
+        ({"xyzzy": "1"}, "^xyzzy='1': there is no such hyperparameter$"),
+        ({"optimizer": "moun"}, r"; did you mean muon\?$"),
         ({"n_embd": 12, "n_head": 4}, "n_embd=12 .*even.*n_embd=8 or 16$"),
         ({"batch_size": 12, "gradient_accumulation_steps": 5}, "batch_size=10 or 15$"),
         ({"warmup_steps": 20, "max_steps": 10}, "warmup_steps=20 .*max_steps=10"),
@@ -155,7 +156,7 @@ def test_an_indivisible_batch_names_the_nearest(batch_size, passes, world_size, 
 )
 def test_a_slip_names_one_hyperparameter_else_up_to_three(name, meant):
     names = ["lambda_", "n__layer", "eval_tokens", "short_windows"]
-    assert nearest_name(name, names) == f", did you mean {meant}?"
+    assert nearest_name(name, names) == f"; did you mean {meant}?"
 
 
 # -- presets and the dataclass itself --------------------------------------------------------------

@@ -11,7 +11,13 @@ import torch
 from runs import SMALL, command_line
 
 from sm_nanogpt.entry_point import train
-from sm_nanogpt.entry_point.errors import DataError, TrainingError, failure_report, report_failure
+from sm_nanogpt.entry_point.errors import (
+    DataError,
+    TrainingError,
+    failure_report,
+    os_reason,
+    report_failure,
+)
 
 
 def test_the_first_failure_is_the_reason_for_sagemaker(tmp_path, monkeypatch):
@@ -34,6 +40,18 @@ def test_an_unexpected_error_hides_code_in_containers(monkeypatch):
     monkeypatch.setenv("SM_FRAMEWORK_MODULE", "training:main")
     report = failure_report(caught.value)
     assert re.fullmatch(r"  at \w+\.py:\d+ in test_an_unexpected_\w+\nOSError: none", report)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "a.txt"), "no such file or directory"),
+        (OSError(73, "RFS specific error"), "RFS specific error"),
+        (OSError("None"), "none"),
+    ],
+)
+def test_a_reason_of_the_system_goes_on_a_sentence(error, reason):
+    assert os_reason(error) == reason
 
 
 def test_a_failure_is_one_line_for_the_toolkit(monkeypatch):

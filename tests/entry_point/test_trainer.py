@@ -204,7 +204,7 @@ def test_the_export_uses_the_cores_that_torchrun_leaves_idle(tmp_path, monkeypat
 def test_a_full_disk_at_the_end_names_the_directory(tmp_path, monkeypatch):
     full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr("sm_nanogpt.entry_point.huggingface.write_artefact", full)
-    with pytest.raises(TrainingError, match=r"/model: No space left on device"):
+    with pytest.raises(TrainingError, match=r"/model: no space left on device"):
         trainer_of(tmp_path).run()
 
 

@@ -134,7 +134,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
     ("arguments", "failing", "error", "message"),
     [
         ("jobs", "with_costs", RuntimeError("no luck"), CRASH.format("RuntimeError: no luck")),
-        ("jobs", "with_costs", FULL, "error: cannot write the result: No space left on device"),
+        ("jobs", "with_costs", FULL, "error: cannot write the result: no space left on device"),
         ("jobs", "with_costs", ServiceError("first\nsecond"), "error: first second"),
         ("jobs", "with_costs", KeyboardInterrupt, "interrupted"),
         (
@@ -288,4 +288,4 @@ def test_a_file_is_written_to_no_new_directory(cli):
 
 def test_a_name_that_no_file_can_have_is_an_input_error(cli):
     ran = cli("play", "latest", "--save", "a" * 300)
-    assert ran.failed(2, "File name too long; name another one")
+    assert ran.failed(2, "file name too long; name another one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import sys
 import time
 
@@ -120,3 +121,30 @@ def test_a_number_that_json_has_not_is_null(capsys):
 )
 def test_advice_follows_a_question_without_a_semicolon(problem, expected):
     assert sentence(InputError(problem, "give-me")) == expected
+
+
+@pytest.mark.parametrize("arguments", ["lanch", "status --jsno", "try strat", "launch --presett a"])
+def test_help_follows_a_question_without_a_semicolon(cli, arguments):
+    ran = cli(arguments.split())
+    assert ran.failed(2, "--help` shows what there is")
+    assert "?;" not in ran.error
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(-1.0, "--size -1: "), (0.1, "--size 0.1: "), (1e300, "--size 1e+300: ")],
+)
+def test_a_number_is_shown_as_it_is_typed(value, expected):
+    error = InputError("must be at least 0.25", field="size", value=value)
+    assert sentence(error).startswith(expected)
+    assert str(error).startswith(expected.removeprefix("--").replace(" ", "=", 1))
+
+
+def test_the_command_that_lists_hyperparameters_is_named(cli, tmp_path):
+    launch = ["launch", "--instance", "local", "--set", "xyzzy=1"]
+    assert cli(launch).failed(2, "hyperparameter; `sm-nanogpt hyperparameters` lists them")
+    assert cli("copy-script", "my gpt").code == 0
+    with (tmp_path / "my gpt/config.py").open("a") as file:
+        file.write("# edited\n")
+    error = cli(launch, "--entry-point", "my gpt").error
+    assert re.search(r"hyperparameters --entry-point '\S*my gpt'` lists them", error)

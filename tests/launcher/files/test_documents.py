@@ -298,7 +298,7 @@ def test_a_damaged_document_names_the_place_of_its_fault():
     [
         (os.mkfifo, "not a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
-        (os.mkdir, "Is a directory|not a regular file"),
+        (os.mkdir, "is a directory|not a regular file"),
     ],
 )
 def test_only_a_regular_file_is_opened(put, reason, tmp_path):

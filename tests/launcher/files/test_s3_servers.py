@@ -125,7 +125,7 @@ def test_files_below_a_prefix_are_listed_and_fetched(store, tmp_path):
 def test_a_missing_file_is_an_error_or_none(store, tmp_path):
     gone = storage.join(store, "gone")
     assert storage.read_document(gone, dict) is None
-    missing = rf"^{gone}: (nothing is there|No such file)"
+    missing = rf"^{gone}: (nothing is there|no such file)"
     with pytest.raises(ServiceError, match=missing):
         storage.fetch(gone, tmp_path / "to")
     with pytest.raises(ServiceError, match=missing):

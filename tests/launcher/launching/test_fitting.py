@@ -11,7 +11,7 @@ import torch
 from launching import settings_of
 from models import tokenizer_of
 
-from sm_nanogpt import InputError
+from sm_nanogpt import InputError, upload_data
 from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.launcher.job import COMMON_FIELDS, Expected, Request
@@ -171,6 +171,20 @@ def test_a_launch_names_the_command_that_forecasts(rehearse):
     ran = rehearse("--instance", "ml.g5.xlarge", "--fit", "250kB").good
     assert "fit: size " in ran.err
     assert "launch --forecast --data " in ran.err
+
+
+def test_a_forecast_is_advised_by_the_name_of_an_upload(rehearse, home, text_file):
+    upload = upload_data(text_file, settings_of(home))
+    launch = ["--instance", "ml.g5.xlarge", "--fit", "250kB", "--data", upload.uri]
+    assert f"--data {upload.uri.rpartition('/')[2]}` makes" in rehearse(launch).good.err
+
+
+def test_no_forecast_is_advised_for_a_short_text(rehearse, short_text_file, tmp_path):
+    text = short_text_file.read_text()
+    (tmp_path / "short.txt").write_text(text[:19_000])  # nine tenths of which are trained on
+    ran = rehearse("--instance", "ml.g5.xlarge", "--fit", "250kB", "--data", "short.txt").good
+    assert "are too few for pilots" in ran.err
+    assert "--forecast" not in ran.err
 
 
 def test_a_launch_says_what_twice_the_file_gives(rehearse, text_file, monkeypatch):

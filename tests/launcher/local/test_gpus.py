@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sm_nanogpt import InputError, Settings
+from sm_nanogpt import InputError
 from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.local import backend
 
@@ -31,28 +31,3 @@ def test_a_job_that_would_leave_gpus_idle_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     with pytest.raises(InputError, match="has 4 GPUs"):
         backend.plan_processes(TrainingJob(data="/data", processes_per_instance=2))
-
-
-@pytest.mark.parametrize(
-    ("busy", "placement", "threads", "parallel", "notes"),
-    [
-        (True, (1, 0), "", 1, 1),
-        (False, (1, 0), "", 1, 0),
-        (True, (4, 0), "", 1, 0),
-        (True, (1, 1), "", 1, 0),
-        (True, (1, 0), "2", 1, 0),
-        (True, (1, 0), "", 2, 0),
-    ],
-    ids=["busy", "quiet", "one thread each", "a GPU", "chosen", "a sweep"],
-)
-def test_a_job_on_busy_cores_hears_of_one_thread(
-    home, monkeypatch, caplog, busy, placement, threads, parallel, notes
-):
-    monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    monkeypatch.setattr(backend, "cores", lambda: 4)
-    monkeypatch.setattr(backend, "is_busy", lambda: busy)
-    local = backend.LocalBackend(Settings(home=home))
-    local.parallel = parallel
-    with caplog.at_level("INFO"):
-        local.note_busy_cores(backend.LocalPlacement(*placement))
-    assert len(caplog.records) == notes

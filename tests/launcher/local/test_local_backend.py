@@ -370,7 +370,7 @@ def test_a_ranks_child_process_does_not_delay_the_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "fact"), [([], "nowhere.txt: No such file"), (["--dry-run"], "--dry-run shows")]
+    ("arguments", "fact"), [([], "nowhere.txt: no such file"), (["--dry-run"], "--dry-run shows")]
 )
 def test_an_impossible_local_launch_starts_nothing(home, cli, arguments, fact):
     assert cli(launching.launching(*arguments, data=str(home / "nowhere.txt"))).failed(2, fact)
@@ -391,7 +391,7 @@ def test_a_job_that_cannot_be_written_leaves_nothing(
     assert ran.code == 1
     assert ran.out == ""
     assert ran.error.startswith(f"{home / 'jobs'}")
-    assert "No space left on device" in ran.error
+    assert "no space left on device" in ran.error
     assert jobs_in(home) == []
 
 
@@ -399,7 +399,7 @@ def test_a_job_whose_directory_cannot_be_made_fails(home, short_text_file, cli):
     assert cli("upload-data", short_text_file).good
     (home / "jobs").touch()
     ran = cli(launching.launching("--detach", data=short_text_file))
-    assert ran.failed(1, str(home / "jobs"), "Not a directory")
+    assert ran.failed(1, str(home / "jobs"), "not a directory")
 
 
 def test_a_job_that_cannot_be_started_says_why(home, short_text_file, cli, monkeypatch):
@@ -408,7 +408,7 @@ def test_a_job_that_cannot_be_started_says_why(home, short_text_file, cli, monke
         raise FULL
 
     monkeypatch.setattr(backend.subprocess, "Popen", fail)
-    assert cli(launching.launching(data=short_text_file)).failed(1, "No space left on device")
+    assert cli(launching.launching(data=short_text_file)).failed(1, "no space left on device")
     [job_id] = jobs_in(home)
     assert "it could not be started: no Python here" in cli("status", job_id).good.out
 
@@ -537,7 +537,7 @@ def test_a_launch_that_cannot_print_the_id_names_the_job(home, short_text_file):
     assert process.returncode == 1
     (job_id,) = jobs_in(home)
     last = err.splitlines()[-1]
-    assert last.startswith("error: Broken pipe: ")
+    assert last.startswith("error: broken pipe: ")
     assert f"`sm-nanogpt stop {job_id}`" in last
 
 

@@ -268,7 +268,7 @@ def test_a_failed_local_write_is_not_blamed_on_the_store(job, cli, monkeypatch, 
     monkeypatch.setattr("sm_nanogpt.entry_point.huggingface.write_safetensors", fails)
     error = cli("fetch-and-sample", job.job_id).error
     assert error.startswith(f"{job.home / 'models'}: ")
-    assert "No space left on device" in error
+    assert "no space left on device" in error
     assert list((job.home / "models").iterdir()) == []
 
 

@@ -399,5 +399,5 @@ def test_copy_script_copies_and_replaces_nothing(cli, tmp_path):
     assert shlex.split(ran.err.splitlines()[-1])[-1] == str(mine)  # the next command
     assert Source.read(mine).is_packaged
     other.write_text("mine")
-    assert cli("copy-script", other).failed(2, f"{other}: File exists")
+    assert cli("copy-script", other).failed(2, f"{other}: file exists")
     assert other.read_text() == "mine"

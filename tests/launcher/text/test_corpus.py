@@ -23,7 +23,7 @@ from sm_nanogpt.launcher.text.store import find_upload
     ("arguments", "reason"),
     [
         ("missing.txt", "`sm-nanogpt upload-data` takes tiny Shakespeare"),
-        ("a.txt --tokenizer no/where", "no/where: No such file or directory"),
+        ("a.txt --tokenizer no/where", "no/where: no such file or directory"),
         ("short.txt --tokenizer bpe", "11 characters are too few"),
         ("a.txt --column Review", "--column Review: is for records, and a.txt is plain text"),
     ],

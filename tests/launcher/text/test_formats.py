@@ -43,7 +43,7 @@ def refusal_of(path: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("mark.txt", codecs.BOM_UTF8, "0 characters are too few"),
+        ("mark.txt", codecs.BOM_UTF8, "has no text; use at least"),
         ("binary.bin", b"\x7fELF\x00\x01" * 500, "binary"),
         ("a paper.txt", PDF, r"is a PDF; `pdftotext '\S*a paper.txt' 'a paper-2.txt'`"),
         ("paper.docx", b"PK\x03\x04", r"is a document; .* -o paper.txt \S*paper.docx`"),

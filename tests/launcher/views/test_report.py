@@ -51,6 +51,11 @@ def test_a_report_replaces_the_one_before_and_opens(job, cli, monkeypatch):
     assert job.job_id in Path("a.html").read_text()
 
 
+def test_a_job_that_is_named_twice_is_reported_once(job, cli):
+    ran = cli("report", job.job_id, "latest").good
+    assert ran.out == f"report-{job.job_id}.html\n"
+
+
 def test_the_points_are_those_of_the_metrics(job, text_of):
     points = data_of(text_of("latest"))["points"]
     for series, name in (("training", "train_loss"), ("validation", "val_loss")):
