@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.launcher.cli.options import (
@@ -20,6 +19,7 @@ from sm_nanogpt.launcher.cli.options import (
     agree_to_cost,
     complete_preset,
     settings_of,
+    typed_parameters,
     valued,
 )
 from sm_nanogpt.launcher.cli.remedies import command, remedy
@@ -264,13 +264,6 @@ class LaunchOptions:
         if self.dry_run and not backend_class(instance).sends_request:
             problem = f"--instance {instance} sends none"
             raise InputError(f"--dry-run shows the request to SageMaker; {problem}")
-
-
-def typed_parameters(context: click.Context) -> set[str]:
-    """The names of the parameters that were typed."""
-    names = context.params
-    source = context.get_parameter_source
-    return {name for name in names if source(name) == ParameterSource.COMMANDLINE}
 
 
 def forecast_sizes(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from sm_nanogpt.entry_point.errors import os_reason
@@ -195,6 +196,13 @@ def complete_preset(
     from sm_nanogpt.entry_point.presets import PRESETS
 
     return [name for name in ["auto", *PRESETS] if name.startswith(incomplete)]
+
+
+def typed_parameters(context: click.Context) -> set[str]:
+    """The names of the parameters that were typed."""
+    names = context.params
+    source = context.get_parameter_source
+    return {name for name in names if source(name) == ParameterSource.COMMANDLINE}
 
 
 class CommandGroup(Command, click.Group):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sm_nanogpt.launcher.backends import LOCAL
-from sm_nanogpt.launcher.cli.options import JSON, CommandGroup, complete_preset, settings_of, valued
+from sm_nanogpt.launcher.cli.options import (
+    JSON,
+    CommandGroup,
+    complete_preset,
+    settings_of,
+    typed_parameters,
+    valued,
+)
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import at_ctrl_c, note, print_json, print_table, shown
 from sm_nanogpt.launcher.errors import InputError, LauncherError
 from sm_nanogpt.launcher.values import counted
 
 if TYPE_CHECKING:
+    from sm_nanogpt.launcher.job import Request
     from sm_nanogpt.launcher.source import Source
     from sm_nanogpt.launcher.trying.search import Search
 
@@ -48,8 +57,8 @@ def open_search(name: str) -> Search:
 
 
 def goes_on(*arguments: str) -> str:
-    """The text after `interrupted` in its message: the command that continues."""
-    again = command("try", "run", *arguments)
+    """The text after `interrupted` in its message: the command of `try` that continues."""
+    again = command("try", *arguments)
     return f"`{again}` goes on: it keeps the runs that have ended, and a job that still runs"
 
 
@@ -76,22 +85,55 @@ def try_group() -> None:
     type=float,
     default=0.005,
 )
+@click.pass_context
 def start_command(
-    name: str, ceiling: float | None, smallest_gain: float, instance: str, **fields: Any
+    context: click.Context,
+    name: str,
+    ceiling: float | None,
+    smallest_gain: float,
+    instance: str,
+    **fields: Any,
 ) -> None:
     """Begin the search NAME: train its base with several seeds.
 
-    A part of the text is kept for the judge, and no run gets it.
+    A part of the text is kept for the judge, and no run gets it. If the command is
+    interrupted, `try start NAME` goes on.
 
     Example:
       sm-nanogpt try start shakespeare --text input.txt
       sm-nanogpt copy-script my_gpt --from shakespeare
       sm-nanogpt try run my_gpt --group shakespeare --note "squared ReLU"
     """
+    from sm_nanogpt.launcher.trying.rule import detectable_gains
+    from sm_nanogpt.launcher.trying.start import begin_search, remove_unfinished, unfinished_search
+
+    settings = settings_of()
+    search = None
+    if typed_parameters(context) == {"name"}:
+        search = unfinished_search(name, settings)
+    if search is None:
+        request = start_request(instance, ceiling, fields)
+        search = begin_search(name, request, settings, smallest_gain, ceiling)
+    with at_ctrl_c(goes_on("start", name)):
+        try:
+            with search.held(shared=False):
+                base = search.measure_base()
+        except LauncherError:
+            if not search.ledger.runs:
+                remove_unfinished(search.directory)
+            raise
+    gains = ", ".join(f"{gain:.3f} by {n}" for n, gain in detectable_gains(base["sd"]).items())
+    note(f"base: a loss of {base['loss']:.4f} nats, over 8 seeds (sd {base['sd']:.4f})")
+    note(f"detectable gains, by pairs: {gains}; at most {base['pairs']} pairs are made")
+    note(f"rules, and what to do: {search.directory / 'AGENTS.md'}")
+    note(f"next: {command('copy-script', 'my_gpt', '--from', name)}")
+    click.echo(search.directory)
+
+
+def start_request(instance: str, ceiling: float | None, fields: Mapping[str, Any]) -> Request:
+    """The request of the base. Raises InputError unless the ceiling fits the instance."""
     from sm_nanogpt.launcher.backends import backend_class, rents_gpus
     from sm_nanogpt.launcher.job import Request
-    from sm_nanogpt.launcher.trying.rule import detectable_gains
-    from sm_nanogpt.launcher.trying.start import begin_search, remove_unfinished
 
     bills = backend_class(instance).bills
     if bills and ceiling is None:
@@ -100,24 +142,10 @@ def start_command(
         raise InputError("is for SageMaker", field="ceiling", value=ceiling)
     if ceiling is not None and not 0 < ceiling < math.inf:
         raise InputError("must be more than 0", field="ceiling", value=ceiling)
-    fields = {field: value for field, value in fields.items() if value is not None}
-    if not ("preset" in fields or "size" in fields or rents_gpus(instance)):
-        fields["preset"] = "quick"
-    request = Request(instance=instance, **fields)
-    search = begin_search(name, request, settings_of(), smallest_gain, ceiling)
-    with at_ctrl_c(goes_on("FOLDER", "--group", name)):
-        try:
-            with search.held(shared=False):
-                base = search.measure_base()
-        except LauncherError:
-            remove_unfinished(search.directory)
-            raise
-    gains = ", ".join(f"{gain:.3f} by {n}" for n, gain in detectable_gains(base["sd"]).items())
-    note(f"base: a loss of {base['loss']:.4f} nats, over 8 seeds (sd {base['sd']:.4f})")
-    note(f"detectable gains, by pairs: {gains}; at most {base['pairs']} pairs are made")
-    note(f"rules, and what to do: {search.directory / 'AGENTS.md'}")
-    note(f"next: {command('copy-script', 'my_gpt', '--from', name)}")
-    click.echo(search.directory)
+    typed = {field: value for field, value in fields.items() if value is not None}
+    if not ("preset" in typed or "size" in typed or rents_gpus(instance)):
+        typed["preset"] = "quick"
+    return Request(instance=instance, **typed)
 
 
 @try_group.command("run")
@@ -137,7 +165,10 @@ def run_command(folder: Path, group: str, description: str, as_json: bool) -> No
     from sm_nanogpt.launcher.source import Source
 
     search = open_search(group)
-    with at_ctrl_c(goes_on(shlex.quote(str(folder)), "--group", group)):
+    again = ["run", shlex.quote(str(folder)), "--group", group]
+    if description:
+        again += ["--note", shlex.quote(description)]
+    with at_ctrl_c(goes_on(*again)):
         entry = search.attempt(Source.read(folder), description)
     if as_json:
         print_json({**entry, "ledger": search.ledger.last_hash})
@@ -223,8 +254,13 @@ def log_command(name: str, gain: str | None, verify: bool, as_json: bool) -> Non
 
 
 def note_running(search: Search) -> None:
-    """Print which folder is being tried now, on this machine or as a job."""
+    """Print which folder is being tried now, on this machine or as a job, or that the base is not
+    measured yet."""
     ledger = search.ledger
+    if not search.is_running and not ledger.of("base"):
+        n_runs = counted(len(ledger.runs), "run")
+        again = command("try", "start", search.name)
+        note(f"the base is not measured yet, {n_runs} made so far; `{again}` goes on")
     for job_id, entry in ledger.open_reservations.items():
         note(f"running: job {job_id}, of {counted(len(entry['runs']), 'run')}")
     if search.makes_jobs or not search.is_running:

@@ -1,10 +1,13 @@
-"""Log how many runs of a search have ended, and the time left."""
+"""Log how many runs of a search have ended, the time that passes, and the time left."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
 
 from sm_nanogpt.entry_point.metrics import duration
 from sm_nanogpt.launcher.values import counted
@@ -35,6 +38,28 @@ class RunProgress:
         """Log the purpose and the number of the runs."""
         at_once = min(self.at_once, self.n_runs)
         logger.info(f"{purpose}: {counted(self.n_runs, 'run')}, {at_once} at a time")
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While the body runs, log the time that has passed where nothing else is logged."""
+        is_over = Event()
+
+        def watch() -> None:
+            while not is_over.wait(PROGRESS_SECONDS):
+                self.note_time()
+
+        Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
+    def note_time(self) -> None:
+        """Log how long the runs go on, unless the time left was logged just before."""
+        now = time.monotonic()
+        if now - self.last_line > PROGRESS_SECONDS:
+            passed = duration(now - self.start_time)
+            logger.info(f"{self.n_ended} of {self.n_runs} runs have ended after {passed}")
 
     def note_made(self) -> None:
         """Note that a run was made, and will be judged now."""

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
@@ -160,14 +160,15 @@ class Search:
             self.ledger.add("run", **entry)
 
     def train(self, runs: Sequence[SeededRun], purpose: str) -> Iterator[TriedRun]:
-        """Make runs, yield each, and log the time left."""
+        """Make runs, yield each, and log the time that passes and the time left."""
         progress = RunProgress(len(runs), self.run_maker.at_once, self.makes_jobs)
         if runs and not self.makes_jobs:  # a job is logged elsewhere, with its cost
             progress.begin(purpose)
-        for finished in self.run_maker.train(runs):
-            progress.note_made()
-            yield finished
-            progress.note_end()
+        with nullcontext() if self.makes_jobs else progress.watched():
+            for finished in self.run_maker.train(runs):
+                progress.note_made()
+                yield finished
+                progress.note_end()
 
     def judge_base_run(self, finished: TriedRun) -> Entry:
         try:

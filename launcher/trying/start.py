@@ -7,13 +7,16 @@ import logging
 import math
 from pathlib import Path
 
+from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.text import Corpus
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files import locks, storage
+from sm_nanogpt.launcher.files.ledger import Entry
 from sm_nanogpt.launcher.files.scratch import scratch
 from sm_nanogpt.launcher.job import Request
 from sm_nanogpt.launcher.launching import launch
 from sm_nanogpt.launcher.launching.draft import fill
+from sm_nanogpt.launcher.launching.texts import lengths_of, unit_of
 from sm_nanogpt.launcher.local.confine import is_readable
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import keep_source
@@ -21,10 +24,12 @@ from sm_nanogpt.launcher.text.channels import Channel, corpus_of
 from sm_nanogpt.launcher.text.corpus import digest_of
 from sm_nanogpt.launcher.text.ids import content_of, draw_ids, write_ids
 from sm_nanogpt.launcher.text.reading import files_in
+from sm_nanogpt.launcher.text.store import VALIDATION_FRACTION
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.rule import MIN_GAIN
 from sm_nanogpt.launcher.trying.runs import run_maker_class
 from sm_nanogpt.launcher.trying.search import HELD, Search, directory_of
+from sm_nanogpt.launcher.values import counted
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +37,17 @@ MAX_TOKENS = 1 << 28  # tokens of the text that runs read
 MAX_JUDGED = 1 << 16  # tokens of the validation text that are kept for the judge
 MIN_JUDGED = 1000
 GUIDE = Path(__file__).parent / "AGENTS.md"
+# What people call the facts of a start. The name of the text is none: a text may have several.
+FACTS = {
+    "judge": "text",
+    "runs_read": "text",
+    "hyperparameters": "preset or size",
+    "device": "device",
+    "instance": "instance",
+    "folder": "training folder",
+    "smallest_gain": "smallest gain",
+    "ceiling": "ceiling",
+}
 
 
 def begin_search(
@@ -41,7 +57,8 @@ def begin_search(
     smallest_gain: float,
     ceiling: float | None,
 ) -> Search:
-    """Begin a search: write the texts of the judge and of the runs, and the first entry.
+    """Begin a search: write the texts of the judge and of the runs, and the first entry. A search
+    that was begun alike, and has not measured its base, goes on.
 
     request has the text, the training folder, the preset or size, and the instance. smallest_gain
     is the gain that the search looks for, in nats. ceiling is in USD, or None on this machine.
@@ -49,22 +66,23 @@ def begin_search(
     """
     check_smallest_gain(smallest_gain)
     target = directory_of(name, settings)
-    check_directory(name, target)
+    check_directory(target)
+    check_unused(name, target)
     run_maker_class(request.instance or "")
     draft = fill(with_one_generation(request), settings)
-    launch.check(draft)
     job = draft.job
+    config = job.config(world_size=1)
+    text = draft.texts["data"]
+    if not draft.backend.is_remote:
+        check_unreadable(text)
+    n_tokens = check_text(text, min_judged=max(MIN_JUDGED, config.block_size + 1))
+    launch.check(draft)
     if len(job.instances) > 1:
         problem = "a search takes one type, or its times would not compare"
         raise InputError(problem, field="instance", value=job.instance)
-    text = draft.texts["data"]
-    n_tokens = check_text(text)
-    if not draft.backend.is_remote:
-        check_unreadable(text)
 
     hyperparameters = {"preset": job.preset} if job.preset else job.all_hyperparameters()
     hyperparameters.pop("seed", None)
-    config = job.config(world_size=1)
     start = {
         "text": text.shown,
         "hyperparameters": hyperparameters,
@@ -80,8 +98,7 @@ def begin_search(
             directory = temporary / "search"
             directory.mkdir(mode=0o700)  # only the judge may read it
             corpus = corpus_of({"data": text}, settings)
-            min_judged = max(MIN_JUDGED, config.block_size + 1)
-            start["judge"] = write_texts(directory, corpus, min_judged)
+            start["judge"] = write_texts(directory, corpus)
             # The corpus has only the beginning of an upload of tokens.
             n_tokens = max(n_tokens, len(corpus.train))
             if n_tokens > MAX_TOKENS:
@@ -89,6 +106,11 @@ def begin_search(
             start["runs_read"] = digest_of(files_in(directory / "text"))
             guide = GUIDE.read_text(encoding="utf-8").replace("NAME", name)
             (directory / "AGENTS.md").write_text(guide, encoding="utf-8")
+            if target.exists():
+                remove_different(name, start, settings)
+                unfinished = unfinished_search(name, settings)
+                if unfinished is not None:
+                    return unfinished
             SearchLedger(directory).add("start", **start)
             directory.rename(target)
     return Search(name, settings)
@@ -105,12 +127,28 @@ def with_one_generation(request: Request) -> Request:
     return request.model_copy(update={"hyperparameters": hyperparameters})
 
 
-def check_text(text: Channel) -> int:
-    """The training tokens of a text. Raises InputError for a text that a search cannot take."""
-    if text.upload is not None and not text.upload.chats:
-        return text.upload.train_tokens
-    problem = "its length is not known" if text.upload is None else "conversations are not judged"
-    raise InputError(f"{text.shown}: {problem}; a search takes text that was uploaded from here")
+def check_text(text: Channel, min_judged: int) -> int:
+    """The training tokens of a text.
+
+    Raises InputError for a text that a search cannot take: it leaves the judge fewer than
+    min_judged characters or tokens, is of conversations, or its length is unknown.
+    """
+    upload = text.upload
+    if upload is None or upload.chats:
+        problem = "its length is not known" if upload is None else "conversations are not judged"
+        problem += "; a search takes text that was uploaded from here"
+    elif n_judged(lengths_of(upload, Config(), "")["validation"]) < min_judged:
+        n_needed = round(2 * min_judged / VALIDATION_FRACTION)
+        problem = f"too short for a search, whose judge keeps a twentieth and needs {min_judged:,}"
+        problem += f" {unit_of(upload)}; use a text of {n_needed:,} or more"
+    else:
+        return upload.train_tokens
+    raise InputError(f"{text.shown}: {problem}")
+
+
+def n_judged(n_val: int) -> int:
+    """How much of a validation text is kept for the judge, in its characters or tokens."""
+    return min(MAX_JUDGED, n_val // 2)
 
 
 def check_unreadable(text: Channel) -> None:
@@ -128,12 +166,55 @@ def check_smallest_gain(gain: float) -> None:
         raise InputError(problem, field="smallest_gain", value=gain)
 
 
-def check_directory(name: str, directory: Path) -> None:
-    """Raise InputError if runs could read the directory of a search, or if it exists."""
+def check_directory(directory: Path) -> None:
+    """Raise InputError if runs could read the directory of a search."""
     if is_readable(directory):
         raise InputError(f"runs may read {directory}; set SM_NANOGPT_HOME to another directory")
-    if directory.exists() and not remove_unfinished(directory):
-        raise InputError(f"there is a search {name}; take another name, or delete {directory}")
+
+
+def check_unused(name: str, directory: Path) -> None:
+    """Raise InputError if a search has measured its base, or a command is measuring it."""
+    if SearchLedger(directory).of("base") or locks.is_locked(directory / HELD):
+        raise name_taken(name, directory)
+
+
+def name_taken(name: str, directory: Path) -> InputError:
+    return InputError(f"there is a search {name}; take another name, or delete {directory}")
+
+
+def unfinished_search(name: str, settings: Settings) -> Search | None:
+    """The search of this name if its base was begun and not measured; else None."""
+    directory = directory_of(name, settings)
+    ledger = SearchLedger(directory)
+    if not ledger.entries or ledger.of("base") or locks.is_locked(directory / HELD):
+        return None
+    search = Search(name, settings)
+    runs = counted(len(search.ledger.runs), "run")
+    text = search.start["text"]
+    logger.info(f"search {name} of {text} was begun before: it goes on with {runs} of its base")
+    return search
+
+
+def remove_different(name: str, start: Entry, settings: Settings) -> None:
+    """Remove a search without a base that was not begun with these facts, and say what goes.
+
+    Raises InputError if it is in use.
+    """
+    directory = directory_of(name, settings)
+    ledger = SearchLedger(directory)
+    differences = set()
+    if ledger.entries:
+        for fact, fact_name in FACTS.items():
+            if ledger.start.get(fact) != start[fact]:
+                differences.add(fact_name)
+        if not differences:
+            return
+    if not remove_unfinished(directory):
+        raise name_taken(name, directory)
+    if differences:
+        runs = counted(len(ledger.runs), "run")
+        others = " and ".join(sorted(differences))
+        logger.info(f"search {name} began with another {others}: {runs} of its base were removed")
 
 
 def remove_unfinished(directory: Path) -> bool:
@@ -153,23 +234,19 @@ def remove_unfinished(directory: Path) -> bool:
     return True
 
 
-def write_texts(directory: Path, corpus: Corpus, min_judged: int) -> str:
+def write_texts(directory: Path, corpus: Corpus) -> str:
     """Write the text of the runs, and that of the judge: the end of the validation text.
 
-    Returns the SHA-256 of the judge's text. Raises InputError if the text is too short.
+    Returns the SHA-256 of the judge's text.
     """
     tokenizer = corpus.tokenizer
-    n_judged = min(MAX_JUDGED, len(corpus.val) // 2)
-    if n_judged < min_judged:
-        problem = f"{n_judged:,} {tokenizer.unit} would be left to judge by, and a search needs"
-        raise InputError(f"{problem} {min_judged:,}: use more text, or a smaller context")
-
-    n_val = len(corpus.val) - n_judged
+    n_val = len(corpus.val) - n_judged(len(corpus.val))
     train = draw_ids(corpus.train, MAX_TOKENS)
     val = draw_ids(corpus.val[0:n_val], MAX_TOKENS)
     write_ids(directory / "text", tokenizer, train, val)
     content = content_of(corpus.val[n_val : len(corpus.val)], tokenizer.words)
     judged = content.decode(errors="ignore").encode()  # drops a part of a character at an end
     (directory / "judge.txt").write_bytes(judged)
-    logger.info(f"judge: {n_judged:,} {tokenizer.unit} kept here; no run gets them")
+    n_kept = len(corpus.val) - n_val
+    logger.info(f"judge: {n_kept:,} {tokenizer.unit} kept here; no run gets them")
     return hashlib.sha256(judged).hexdigest()

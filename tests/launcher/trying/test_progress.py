@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+import launching
 import pytest
 
 from sm_nanogpt.launcher.trying.progress import RunProgress
@@ -58,3 +59,29 @@ def test_the_time_left_after_a_job_is_that_of_judging(clock, caplog):
         clock.now += 10
         progress.note_end()
     assert caplog.messages == ["1 of 8 runs, time left 0:01:10"]
+
+
+def test_runs_that_go_on_say_how_long(clock, caplog):
+    progress = RunProgress(8, 2)
+    clock.now += 31
+    progress.note_time()
+    clock.now += 9
+    for _ in range(2):
+        progress.note_end()
+    progress.note_time()  # after the time left, which is still new
+    clock.now += 31
+    progress.note_time()
+    assert caplog.messages == [
+        "0 of 8 runs have ended after 0:00:31",
+        "2 of 8 runs, time left 0:02:00",
+        "2 of 8 runs have ended after 0:01:11",
+    ]
+
+
+def test_the_time_is_logged_while_runs_go_on(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("sm_nanogpt.launcher.trying.progress.PROGRESS_SECONDS", 0.01)
+    progress = RunProgress(8, 2)
+    with progress.watched():
+        launching.until(lambda: len(caplog.messages) > 1)
+    assert "0 of 8 runs have ended after 0:00:00" in caplog.messages

@@ -461,9 +461,9 @@ def test_what_was_changed_afterwards_is_found(damage, fact, started, home, tmp_p
     assert started("try", "log", "plays", "--verify").failed(1, fact, "was changed")
 
 
-def test_a_search_that_was_killed_while_it_began_is_begun_anew(
-    cli, home, short_text_file, trained, monkeypatch
-):
+@pytest.fixture
+def interrupted(cli, short_text_file, trained, monkeypatch):
+    """A search whose base was interrupted after a run: the message, and the command."""
     command = ("try", "start", "plays", "--text", str(short_text_file))
 
     def killed(self: Trained, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
@@ -472,11 +472,41 @@ def test_a_search_that_was_killed_while_it_began_is_begun_anew(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trained, "train", killed)
-        assert "goes on: it keeps the runs" in cli(command).err
-    assert len(opened(home).ledger.of("run")) == 1
-    assert cli(command).good
-    assert len(opened(home).ledger.of("run")) == search.BASE_SEEDS
+        message = cli(command).err
+    return message, command
+
+
+def test_a_base_that_was_interrupted_goes_on(interrupted, cli, home, short_text_file, tmp_path):
+    message, command = interrupted
+    advice = "`sm-nanogpt try start plays` goes on"
+    assert advice in message and "keeps the runs" in message
+    log = cli("try", "log", "plays").good.err
+    assert "the base is not measured yet, 1 run made so far" in log and advice in log
+    first_run = opened(home).ledger.of("run")
+    (tmp_path / "other.txt").write_text("Another last upload.\n" * 999)
+    assert cli("upload-data", tmp_path / "other.txt").good
+    ran = cli("try", "start", "plays").good
+    assert f"{short_text_file}" in ran.err and "goes on with 1 run of its base" in ran.err
+    runs = opened(home).ledger.of("run")
+    assert len(runs) == search.BASE_SEEDS and runs[:1] == first_run
     assert [path.name for path in (home / "tries").iterdir()] == ["plays"]
+    for again in (command, command[:3]):
+        assert cli(again).failed(2, "there is a search plays")
+
+
+def test_another_start_says_what_it_removes(interrupted, cli, home):
+    _, command = interrupted
+    first_run = opened(home).ledger.of("run")
+    ran = cli(command, "--smallest-gain", "0.01", "--preset", "cpu").good
+    assert "began with another preset or size and smallest gain: 1 run of its base" in ran.err
+    assert first_run[0] not in opened(home).ledger.of("run")
+
+
+def test_the_same_start_goes_on(interrupted, cli, home):
+    _, command = interrupted
+    first_run = opened(home).ledger.of("run")
+    assert "goes on with 1 run of its base" in cli(command).good.err
+    assert opened(home).ledger.of("run")[:1] == first_run
 
 
 def test_a_search_that_a_command_uses_is_not_begun_anew(cli, home, short_text_file, trained):
@@ -490,13 +520,22 @@ def test_a_search_that_a_command_uses_is_not_begun_anew(cli, home, short_text_fi
 def test_a_base_that_does_not_train_leaves_no_name_taken(
     cli, home, short_text_file, trained, monkeypatch
 ):
+    command = ("try", "start", "plays", "--text", short_text_file)
+
     def failing(self: Trained, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
+        yield TriedRun(runs[0], Path("0/1"), 10.0, "no memory")
+
+    def failing_later(self: Trained, runs: Sequence[SeededRun]) -> Iterator[TriedRun]:
         yield TriedRun(runs[0], Path("0/1"), 10.0)
         yield TriedRun(runs[1], Path("0/2"), 10.0, "no memory")
 
-    monkeypatch.setattr(Trained, "train", failing)
-    assert cli("try", "start", "plays", "--text", short_text_file).failed(1, "no memory")
-    assert [*(home / "tries").iterdir()] == []
+    with monkeypatch.context() as patch:
+        patch.setattr(Trained, "train", failing)
+        assert cli(command).failed(1, "no memory")
+        assert [*(home / "tries").iterdir()] == []
+        patch.setattr(Trained, "train", failing_later)
+        assert cli(command).failed(1, "no memory")
+    assert "goes on with 1 run" in cli(command).good.err
 
 
 def test_a_search_takes_text_whose_length_is_known(cli, home, tmp_path, trained):
@@ -508,6 +547,20 @@ def test_a_search_takes_text_whose_length_is_known(cli, home, tmp_path, trained)
     assert cli("upload-data", "a.jsonl", "--tokenizer", "bpe").good
     assert cli("try", "start", "chats").failed(2, "conversations")
     assert not (home / "tries" / "chats").exists()
+
+
+@pytest.mark.parametrize("length", [5_000, 19_000])
+def test_a_short_text_is_refused_with_the_length_that_suffices(
+    cli, home, tmp_path, text, trained, length
+):
+    short = tmp_path / "short.txt"
+    short.write_text(text[:length])
+    for size in ((), ("--preset", "auto"), ("--size", "1")):
+        refused = cli("try", "start", "short", "--text", short, size)
+        assert refused.failed(2, "too short for a search", "20,000")
+        assert "warning" not in refused.err  # what it advises would be refused too
+    short.write_text(text[:20_001])
+    assert cli("try", "start", "short", "--text", short).good
 
 
 def test_begin_is_whole_or_nothing(home, short_text_file, trained, monkeypatch):
