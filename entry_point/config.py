@@ -53,14 +53,22 @@ class OptimizerChoice:
 
     description: str
     learning_rate: float
+    averages: int  # that it keeps of the gradient of each matrix
+    # Whether the ranks share them, so that each keeps only some.
+    shares_averages: bool = False
     # Whether the learning rates of presets, sizes and fine-tuning are meant for it.
     has_tuned_rates: bool = False
+
+    def averages_per_rank(self, n_ranks: int) -> float:
+        return self.averages / n_ranks if self.shares_averages else self.averages
 
 
 # optim.py makes each of them, by its name in BUILDERS.
 OPTIMIZERS = {
-    "muon": OptimizerChoice("AdamW for all but matrices", 0.02, has_tuned_rates=True),
-    "adamw": OptimizerChoice("for all weights", 0.001),
+    "muon": OptimizerChoice(
+        "AdamW for all but matrices", 0.02, averages=1, shares_averages=True, has_tuned_rates=True
+    ),
+    "adamw": OptimizerChoice("for all weights", 0.001, averages=2),
 }
 DEFAULT_OPTIMIZER = "muon"
 

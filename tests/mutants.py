@@ -36,7 +36,7 @@ MODULES = {
     "launcher/sagemaker/account.py": "test_stack test_sagemaker test_sagemaker_errors",
     "launcher/sagemaker/backend.py": "test_request test_sagemaker test_sagemaker_resume",
     "launcher/sagemaker/caller.py": "test_finding test_sagemaker",
-    "launcher/sagemaker/checks.py": "test_instances test_limits test_deploy",
+    "launcher/sagemaker/checks.py": "test_checks test_limits test_deploy",
     "launcher/sagemaker/estimator.py": "test_estimator",
     "launcher/sagemaker/rules.py": "test_limits test_request",
     "launcher/sagemaker/stack.py": "test_stack test_deploy",

@@ -6,6 +6,7 @@ import logging
 import math
 from typing import Any
 
+from sm_nanogpt.entry_point.config import OPTIMIZERS
 from sm_nanogpt.launcher import aws, machines
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.instances import (
@@ -114,8 +115,6 @@ def bytes_per_parameter(config: Any, n_ranks: int) -> float:
     docs/hyperparameters.md has the arithmetic. An embedding takes more, and does not count, since
     the number of characters or tokens is not known here.
     """
-    weight = gradient = momentum = 4
     copy = 0 if config.precision == "float32" else 2
-    if config.optimizer == "adamw":
-        return weight + gradient + copy + 2 * momentum
-    return weight + gradient + copy + momentum / n_ranks  # the ranks share the momentum of muon
+    averages = OPTIMIZERS[config.optimizer].averages_per_rank(n_ranks)
+    return 4 * (2 + averages) + copy  # weight, gradient, and its averages are in float32

@@ -17,7 +17,7 @@ from runs import SCRIPT, command_line, environment
 
 from sm_nanogpt.entry_point.checkpoint import Checkpoints
 from sm_nanogpt.entry_point.command_line import OPTIONS, Options
-from sm_nanogpt.entry_point.config import Config, make_config, read_value
+from sm_nanogpt.entry_point.config import OPTIMIZERS, Config, make_config, read_value
 from sm_nanogpt.entry_point.errors import ConfigError, TrainingError, nearest_name
 from sm_nanogpt.entry_point.presets import PRESETS
 from sm_nanogpt.entry_point.train import main, parse_argv
@@ -97,7 +97,7 @@ def test_words_that_cannot_be_read_are_refused(arguments, message):
         ("dropout", "0 to 0.95", ["much", 0.96, -0.1]),
         ("learning_rate", "0 to 1e+37", [float("nan"), float("inf")]),
         ("tie_embeddings", "True or False", ["maybe"]),
-        ("optimizer", "one of muon, adamw", ["sgd"]),
+        ("optimizer", f"one of {', '.join(OPTIMIZERS)}", ["sgd"]),
     ],
 )
 def test_an_impossible_value_is_refused(name, allowed, values):

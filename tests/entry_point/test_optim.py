@@ -16,8 +16,15 @@ from models import SMALL, alone, ids, lively, optimizer_of, small_config
 from runs import run
 
 from sm_nanogpt.entry_point import optim
-from sm_nanogpt.entry_point.config import Config
-from sm_nanogpt.entry_point.optim import Muon, gradient_of, learning_rate_scale, orthogonalize, tall
+from sm_nanogpt.entry_point.config import OPTIMIZERS, Config
+from sm_nanogpt.entry_point.optim import (
+    BUILDERS,
+    Muon,
+    gradient_of,
+    learning_rate_scale,
+    orthogonalize,
+    tall,
+)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +157,7 @@ def test_two_slices_at_most_travel_between_ranks(monkeypatch):
     assert not travelling
 
 
-@pytest.mark.parametrize("optimizer, tied", [("muon", False), ("muon", True), ("adamw", False)])
+@pytest.mark.parametrize("optimizer, tied", [("muon", True), *((name, False) for name in BUILDERS)])
 def test_every_weight_is_trained_and_every_state_has_a_name(optimizer, tied):
     config = small_config(optimizer=optimizer, tie_embeddings=tied)
     model = lively(config).train()
@@ -170,7 +177,19 @@ def test_every_weight_is_trained_and_every_state_has_a_name(optimizer, tied):
         assert bool(tensor.any()), name
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", BUILDERS)
+def test_an_optimizer_keeps_the_averages_of_its_row(optimizer):
+    """By which the launcher computes what a GPU has to hold."""
+    config = small_config(optimizer=optimizer)
+    built = optimizer_of(lively(config))
+    tensors = [tensor for name, tensor in built.state().items() if ".blocks." in name]
+    n_numbers = sum(tensor.numel() for tensor in tensors if tensor.dim())
+    row = OPTIMIZERS[optimizer]
+    assert n_numbers == row.averages * config.matrix_parameters
+    assert bool(built.owners) == row.shares_averages
+
+
+@pytest.mark.parametrize("optimizer", BUILDERS)
 def test_weight_decay_shrinks_only_the_matrices(optimizer):
     config = small_config(optimizer=optimizer, weight_decay=0.5)
     model = lively(config)

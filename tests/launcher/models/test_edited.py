@@ -330,7 +330,7 @@ def test_a_parameter_without_a_gradient_is_named(text_file, tmp_path):
 ROW = '    "adamw": OptimizerChoice('
 BUILDER = '    "adamw": adamw_alone,'
 THIRD_OPTIMIZER = [
-    (ROW, f'    "of an edit": OptimizerChoice("mine", 0.3),\n{ROW}'),
+    (ROW, f'    "of an edit": OptimizerChoice("mine", 0.3, averages=2),\n{ROW}'),
     (BUILDER, f'{BUILDER}\n    "of an edit": adamw_alone,'),
 ]
 
