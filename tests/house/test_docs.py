@@ -18,12 +18,13 @@ from pages import ARCHITECTURE, FENCE, NANOGPT, ROOT, blocks, commands, name_of,
 
 import sm_nanogpt
 from sm_nanogpt.entry_point.command_line import OPTIONS
-from sm_nanogpt.entry_point.config import Config, make_config
+from sm_nanogpt.entry_point.config import OPTIMIZERS, Config, make_config
 from sm_nanogpt.entry_point.presets import PRESETS
 from sm_nanogpt.launcher.cli import cli
 from sm_nanogpt.launcher.cli.options import JobParameter
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.instances import count_gpus, gpu_of, offline_price
+from sm_nanogpt.launcher.judge.evaluation import ANCHORS
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.formats import FORMATS
 from sm_nanogpt.launcher.views.job_fields import columns_of
@@ -40,6 +41,7 @@ OTHERS = (
 )
 PAGES = [*MANUAL, *(ROOT / name for name in OTHERS)]
 AWS = ROOT / "docs/aws.md"
+HYPERPARAMETER_PAGE = ROOT / "docs/hyperparameters.md"
 HYPERPARAMETERS = {field.name for field in dataclasses.fields(Config)}
 CODE = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"""(?:\]\(|\bsrc="|\bsrcset=")([^)"\s]+)[)"]""")
@@ -199,7 +201,10 @@ def test_the_page_of_formats_has_the_table_of_the_product():
     described = {cells[0].strip("`"): cells[1] for cells in rows(ROOT / "docs/tokens.md")}
     for format in FORMATS:
         if not format.is_refused:
-            assert described[format.patterns] == format.help
+            assert described.get(format.patterns) == format.help, (
+                f"{format.name}: the table of docs/tokens.md needs the row "
+                f"| `{format.patterns}` | {format.help} | what a document is |"
+            )
 
 
 def test_the_table_for_users_of_nanogpt_is_complete():
@@ -222,14 +227,27 @@ def test_the_table_for_users_of_nanogpt_is_complete():
 
 
 def test_the_table_of_presets_shows_their_values():
-    table = {cells[0].strip("`"): cells[1:] for cells in rows(ROOT / "docs/hyperparameters.md")}
+    table = {cells[0].strip("`"): cells[1:] for cells in rows(HYPERPARAMETER_PAGE)}
     for name in PRESETS:
+        assert name in table, f"{name}: the table of presets in docs/hyperparameters.md needs a row"
         model, training = table[name]
         c = make_config({}, name)
         size = f"{c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, context {c.block_size}"
         assert re.split(", tied:|:", model)[0] == size
         assert (", tied:" in model) == c.tie_embeddings
         assert training.startswith(f"{c.max_steps} steps of {c.batch_size} sequences")
+
+
+def test_the_page_of_hyperparameters_names_each_optimizer():
+    [cells] = [cells for cells in rows(HYPERPARAMETER_PAGE) if cells[0] == "`optimizer`"]
+    missing = OPTIMIZERS.keys() - CODE.findall(cells[1])
+    assert not missing, f"{missing}: the row `optimizer` of docs/hyperparameters.md names each"
+
+
+def test_the_page_of_eval_shows_each_anchor():
+    text = (ROOT / "docs/eval.md").read_text("utf-8")
+    missing = [anchor.heading for anchor in ANCHORS.values() if anchor.heading not in text]
+    assert not missing, f"{missing}: show each in the output of docs/eval.md, and say what it means"
 
 
 def test_the_table_of_instance_types_shows_their_facts():
@@ -272,7 +290,7 @@ def is_defined(body: list[ast.stmt], name: str) -> bool:
 
 def test_each_column_of_a_list_of_jobs_is_explained():
     explained: set[str] = set()
-    for cells in rows(ROOT / "docs/aws.md"):
+    for cells in rows(AWS):
         explained.update(CODE.findall(cells[0]))
     missing = set(columns_of([])) - explained
     assert not missing, f"{missing}: the table of columns in docs/aws.md needs a row for each"

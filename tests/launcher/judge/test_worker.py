@@ -83,7 +83,7 @@ def test_a_model_of_conversations_has_no_compressor_beside_it(models):
     encoded = encode([Text("a", ["user\nWhat?", "assistant\nSo"], True)], worker.tokenizer)
     subject = Subject(worker, encoded, TrainingText(plain("the first"), None), n_samples=1)
     values = {"xz": None, "ngram": None, "validation": None, "overlap": 0, "copied": 5}
-    assert measure_anchors(subject) == values
+    assert values.items() <= measure_anchors(subject).items()
 
 
 def test_short_turns_count_as_overlap_of_conversations(models):

@@ -259,16 +259,16 @@ def without_times(content: io.BufferedReader) -> io.BufferedReader:
 
 
 def test_a_format_of_texts_needs_its_row_alone(home, cli, tmp_path, monkeypatch):
-    lyrics = formats.Format(
-        "lyrics", ".lrc", help="what is sung", converter=without_times, is_text=True
+    verses = formats.Format(
+        "verses", ".of-a-test", help="what is sung", converter=without_times, is_text=True
     )
-    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, lyrics))
+    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, verses))
     lines = "".join(f"{n}\n00:00:01 --> 00:00:02\nTo be, or not to be.\n" for n in range(90))
     (tmp_path / "songs").mkdir()
-    (tmp_path / "songs/song.LRC.gz").write_bytes(gzip.compress(lines.encode("utf-16")))
+    (tmp_path / "songs/song.OF-A-TEST.gz").write_bytes(gzip.compress(lines.encode("utf-16")))
     [text] = stored(upload_data(tmp_path / "songs").uri).rglob("*.txt")
     assert text.read_text() == "To be, or not to be.\n" * 90
-    assert re.search(r"\*\.lrc +what is sung\n", cli("upload-data", "--help").good.out)
+    assert re.search(r"\*\.of-a-test +what is sung\n", cli("upload-data", "--help").good.out)
 
 
 def test_the_help_lists_records_below_plain_text(cli):
