@@ -86,7 +86,12 @@ def best_lines(
             f" model is that of step {best_step}; use more text, or set max_steps={best_step}"
         )
     elif best_step < last["step"]:
-        yield f"note: the model is that of step {best_step}; no later val_loss was lower"
+        of_generation = ""
+        if generations > 1:
+            number = max(1, math.ceil(best_step * generations / last["step"]))
+            of_generation = f"generation {number} of {generations}, "
+        kept = f"that of {of_generation}step {best_step}"
+        yield f"note: the model is {kept}; no later val_loss was lower"
 
 
 def metric_definitions() -> list[dict[str, str]]:

@@ -197,6 +197,21 @@ def test_a_last_line_says_why_an_earlier_step_is_kept(rows, message):
 
 
 @pytest.mark.parametrize(
+    ("best_step", "kept"),
+    [
+        (5, "generation 1 of 3, step 5;"),
+        (10, "generation 1 of 3, step 10;"),
+        (15, "generation 2 of 3, step 15;"),
+        (25, "generation 3 of 3, step 25;"),
+    ],
+)
+def test_a_last_line_says_which_generation_is_kept(best_step, kept):
+    rows = [row(step, 3.0, 3.0 if step == best_step else 3.5) for step in range(5, 31, 5)]
+    _, note = best_lines(rows, best_step, generations=3)
+    assert kept in note
+
+
+@pytest.mark.parametrize(
     "rows",
     [
         [row(5, 2.0, 3.1), row(10, 3.0, 3.0)],
