@@ -104,9 +104,9 @@ UNMEASURED = "no 5-gram, own validation text, overlap, or copied run"
 class Evaluation:
     """What a model is worth on a text.
 
-    bits_per_byte is over all documents. Its 95 % interval extends by `half` to either side, and
-    comes from the spread of the parts of the text. `unit` says what a part is. perplexity is per
-    token.
+    bits_per_byte is over all documents. Its 95 % interval extends by `half` to either side, but not
+    below 0, and comes from the spread of the parts of the text. `unit` says what a part is.
+    perplexity is per token.
 
     The anchors xz, ngram, and validation are in bits per byte: of a compressor on the text, of a
     5-gram model of the training text on it, and of this model on the first 128 kB of its own
@@ -150,7 +150,7 @@ class Evaluation:
         first: the evaluation of another model on the same text, to compare with.
         """
         facts = {
-            "bits per byte": with_interval(self.bits_per_byte, self.half),
+            "bits per byte": with_interval(self.bits_per_byte, self.half, lowest=0.0),
             "perplexity per token": formatted(self.perplexity, ".2f"),
         }
         for name, anchor in ANCHORS.items():
@@ -179,11 +179,15 @@ def formatted(value: float | None, spec: str, suffix: str = "") -> str:
     return f"{value:{spec}}{suffix}"
 
 
-def with_interval(bits: float, half_width: float | None) -> str:
-    """Bits per byte with their interval, if that is known: 2.214 (2.171 to 2.259)."""
+def with_interval(bits: float, half_width: float | None, lowest: float = -math.inf) -> str:
+    """Bits per byte with their interval, if that is known: 2.214 (2.171 to 2.259).
+
+    No bits can be below the lowest ones, so the interval ends there.
+    """
     if not half_width:
         return f"{bits:.3f}"
-    return f"{bits:.3f} ({bits - half_width:.3f} to {bits + half_width:.3f})"
+    low = max(lowest, bits - half_width)
+    return f"{bits:.3f} ({low:.3f} to {bits + half_width:.3f})"
 
 
 def save_evaluation(evaluation: Evaluation, name: str, settings: Settings) -> None:

@@ -114,6 +114,11 @@ def test_two_models_are_compared_by_the_same_passages(evaluation):
     assert "less the first" not in first.facts(first)
 
 
+def test_no_interval_of_bits_goes_below_zero(evaluation):
+    short = replace(evaluation, bits_per_byte=1.5, half=2.0, parts=[])
+    assert short.facts()["bits per byte"] == "1.500 (0.000 to 3.500)"
+
+
 def test_unknown_characters_have_their_share_of_the_bits(evaluation):
     facts = replace(evaluation, n_unknown=40, unknown_bits=0.25).facts()
     assert facts["unknown characters"] == "40, which cost 0.250 of the bits"
