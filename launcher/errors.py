@@ -1,7 +1,8 @@
 """The two kinds of errors. Each has a message and facts, from which the command line makes advice.
 
 A message names an argument as the library does, `max_wait=60`, and not the option. Below
-launcher.cli, no message names a command or an option. launcher.cli.remedies has those, by code.
+launcher.cli, no message names a command or an option. launcher.cli.remedies has those, by code. It
+also writes the option in place of another field of a request, which a message has in backticks.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sys
@@ -263,9 +264,21 @@ def remedies(error: object) -> list[str]:
     return list(advice)
 
 
+def with_options(problem: str) -> str:
+    """A problem with the options of the fields of a request that it has in backticks."""
+    if "`" not in problem:
+        return problem
+    from sm_nanogpt.launcher.job import Request
+
+    def option_of(match: re.Match[str]) -> str:
+        return option(match[1]) if match[1] in Request.model_fields else match[0]
+
+    return re.sub(r"`(\w+)`", option_of, problem)
+
+
 def sentence(error: LauncherError) -> str:
     """An error as a sentence for people: the option, the problem, and the remedy."""
-    message = error.problem
+    message = with_options(error.problem)
     if error.names_field:
         subject = option(error.field)
         if error.value is not None:
