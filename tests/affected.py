@@ -2,14 +2,16 @@
 
     .venv/bin/python tests/affected.py              # paths for pytest on stdout, reasons on stderr
     .venv/bin/python tests/affected.py --base HEAD~3
+    .venv/bin/python tests/affected.py launcher/job.py    # as if only this file had changed
 
 A change is what the working tree has and the base has not: committed, uncommitted, or untracked.
 Without --base, the base is where this branch left main.
 
 A change of a module affects the tests of its room and of the rooms that import it: of
-`launcher/text/`, tests/launcher/text; of `launcher/job.py`, tests/launcher/test_job.py. Those that
-import it through others are left to `make test`: of most modules, they are nearly all. A change of
-a helper in tests/ affects all tests that use it. The rules of tests/house hold for every file.
+`launcher/text/`, tests/launcher/text; of `launcher/job.py`, tests/launcher/test_job.py. It also
+affects the tests that tests/mutants.py lists for it, in any room. Those that import it through
+others are left to `make test`: of most modules, they are nearly all. A change of a helper in tests/
+affects all tests that use it. The rules of tests/house hold for every file.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from mutants import MODULES
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("launcher", "entry_point", "sm_nanogpt", "examples", "tests")
@@ -79,7 +83,8 @@ def module_name(file: str) -> str:
 def read_imports(file: Path) -> Iterator[str]:
     """The names that a file may import, also within functions.
 
-    With those that it has as text, such as the classes of backends.py, or what a test replaces.
+    With those that it has as text, such as the classes of backends.py, or what a test replaces; and
+    with the modules of a training folder, as `source.module("config")`.
     """
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -97,6 +102,15 @@ def read_imports(file: Path) -> Iterator[str]:
             and re.fullmatch(r"sm_nanogpt(\.\w+)+", node.value)
         ):
             yield node.value
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "module"
+            and len(node.args) == 1
+            and isinstance(node.args[0], ast.Constant)
+            and isinstance(node.args[0].value, str)
+        ):
+            yield f"sm_nanogpt.entry_point.{node.args[0].value}"
 
 
 @functools.cache
@@ -169,6 +183,12 @@ def choose(changed: list[str], root: Path = ROOT) -> Choice:
     if CONFTEST in reach(helpers, importers):
         return Choice({}, f"{CONFTEST}, on which all tests rest, imports a changed helper")
     reasons: dict[str, str] = {}
+    for file in changed:
+        for test in MODULES.get(file, "").split():
+            for path in root.glob(f"tests/**/{test}.py"):
+                name = path.relative_to(root).as_posix()
+                if not name.startswith(LONG):
+                    reasons[name] = f"it holds rules of {file}"
     for file, reason in reach(changed, importers).items():
         pattern = tests_of(file, root)
         for path in sorted(root.glob(pattern)) if pattern else ():
@@ -183,11 +203,18 @@ def choose(changed: list[str], root: Path = ROOT) -> Choice:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("files", nargs="*", help="as if only these had changed")
     parser.add_argument("--base", help="the commit to compare with (default: where main was left)")
-    base = parser.parse_args().base or base_of(ROOT)
-    changed = changed_files(ROOT, base)
+    options = parser.parse_args()
+    changed = options.files
+    for file in changed:
+        if not (ROOT / file).is_file():
+            parser.error(f"{file}: no file of this repository; name it as `git ls-files` does")
+    if not changed:
+        base = options.base or base_of(ROOT)
+        changed = changed_files(ROOT, base)
+        print(f"{len(changed)} files differ from {base[:12]}", file=sys.stderr)
     choice = choose(changed)
-    print(f"{len(changed)} files differ from {base[:12]}", file=sys.stderr)
     if choice.everything:
         print(f"everything is affected: {choice.everything}", file=sys.stderr)
     for path, reason in choice.reasons.items():

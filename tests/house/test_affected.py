@@ -6,6 +6,8 @@ import subprocess
 
 import pytest
 from affected import changed_files, choose
+from mutants import MODULES
+from pages import ROOT
 
 
 @pytest.mark.parametrize(
@@ -16,6 +18,8 @@ from affected import changed_files, choose
         ("launcher/tracking.py", "tests/launcher/test_library.py"),  # which has no test_tracking
         ("launcher/sagemaker/backend.py", "tests/launcher/test_backends.py"),  # has it as text
         ("entry_point/optim.py", "tests/entry_point"),
+        ("entry_point/sizes.py", "tests/launcher/launching"),  # asks the training folder for it
+        ("launcher/sagemaker/caller.py", "tests/launcher/test_finding.py"),  # by the mutants' table
         ("infra/template.yaml", "tests/launcher/sagemaker"),
         ("examples/to_gguf.py", "tests/examples/test_export.py"),
         ("tests/launcher/text/conftest.py", "tests/launcher/text"),
@@ -44,6 +48,14 @@ def test_what_all_tests_rest_on_affects_everything(file):
     choice = choose([file])
     assert choice.paths == ["tests"]
     assert "on which all tests rest" in choice.everything
+
+
+def test_the_table_of_mutants_names_what_there_is():
+    files = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    for module, tests in MODULES.items():
+        assert (ROOT / module).is_file(), f"{module} is gone: take it out of tests/mutants.py"
+        gone = set(tests.split()) - files
+        assert not gone, f"{module}: tests/mutants.py lists {gone}, which no test file is named"
 
 
 def test_each_choice_has_its_reason():
