@@ -45,14 +45,14 @@ class Family:
 
     If a family has local disks, SageMaker adds no volume: it ignores the volume size of a request
     and refuses a key. prices has the prices that were looked up in AWS's price list, in the month
-    `priced`: USD per hour in us-east-1.
+    `priced`, which a family with prices names: USD per hour in us-east-1.
     """
 
     gpu: Gpu | None = None
     gpu_counts: Mapping[str, int] = field(default_factory=dict)  # by size
     has_local_disks: bool = True
     prices: Mapping[str, float] = field(default_factory=dict)
-    priced: str = "2026-07"
+    priced: str = ""
 
 
 # -- the tables ------------------------------------------------------------------------------------
@@ -77,13 +77,7 @@ ONE_TO_EIGHT = {**ONE_GPU, "12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
 G7_COUNTS = {"2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "12xlarge": 2, "24xlarge": 4, "48xlarge": 8}
 
 FAMILIES = {
-    "g4dn": Family(
-        T4,
-        {**ONE_GPU, "12xlarge": 4},
-        prices={
-            "xlarge": 0.736,
-        },
-    ),
+    "g4dn": Family(T4, {**ONE_GPU, "12xlarge": 4}, prices={"xlarge": 0.736}, priced="2026-07"),
     "g5": Family(
         A10G,
         ONE_TO_EIGHT,
@@ -94,26 +88,19 @@ FAMILIES = {
             "8xlarge": 3.06,
             "12xlarge": 7.09,
         },
+        priced="2026-07",
     ),
     "g6": Family(
         L4,
         ONE_TO_EIGHT,
-        prices={
-            "xlarge": 1.127,
-            "2xlarge": 1.222,
-            "4xlarge": 1.654,
-            "12xlarge": 5.752,
-        },
+        prices={"xlarge": 1.127, "2xlarge": 1.222, "4xlarge": 1.654, "12xlarge": 5.752},
+        priced="2026-07",
     ),
     "g6e": Family(
         L40S,
         ONE_TO_EIGHT,
-        prices={
-            "2xlarge": 2.8,
-            "4xlarge": 3.76,
-            "8xlarge": 5.66,
-            "12xlarge": 13.12,
-        },
+        prices={"2xlarge": 2.8, "4xlarge": 3.76, "8xlarge": 5.66, "12xlarge": 13.12},
+        priced="2026-07",
     ),
     "g7": Family(RTX_PRO_4500, G7_COUNTS),
     "g7e": Family(RTX_PRO_6000, G7_COUNTS),
@@ -126,19 +113,13 @@ FAMILIES = {
     "p5en": Family(H200, {"48xlarge": 8}),
     "p6-b200": Family(B200, {"48xlarge": 8}),
     "p6-b300": Family(B300, {"48xlarge": 8}),
-    "m5": Family(
-        has_local_disks=False,
-        prices={
-            "large": 0.115,
-            "xlarge": 0.23,
-        },
-    ),
+    "m5": Family(has_local_disks=False, prices={"large": 0.115, "xlarge": 0.23}, priced="2026-07"),
 }
 GPUS = [family.gpu for family in FAMILIES.values() if family.gpu is not None]
 
-# Names of families with local disks, for a family that is not in the table: EC2 puts a d after the
+# Names of types with local disks, for families that are not in the table: EC2 puts a d after the
 # generation. Newer GPU families also have such disks.
-NAMES_LOCAL_DISKS = re.compile(r"[a-z]+\d[a-z]*d[a-z]*|g\d[a-z]*|p[4-9][a-z0-9-]*")
+NAMES_LOCAL_DISKS = re.compile(r"ml\.([a-z]+\d[a-z]*d[a-z]*|g\d[a-z]*|p[4-9][a-z0-9-]*)\..*")
 
 # Instance types that AWS's training images do not run on, and why.
 UNSUITABLE = {
@@ -177,8 +158,8 @@ def family_of(name: str) -> Family | None:
 
 def gpu_of(name: str) -> Gpu | None:
     """The kind of GPU of an instance type; None if it has none or is unknown."""
-    family = family_of(name)
-    return None if family is None else family.gpu
+    family = family_of(name) or Family()
+    return family.gpu
 
 
 def count_gpus(name: str) -> int | None:
@@ -200,9 +181,7 @@ def assume_gpus(name: str) -> int:
 
 def offline_price(name: str) -> Price | None:
     """The price of an instance type in us-east-1, from the table; None if it has none."""
-    family = family_of(name)
-    if family is None:
-        return None
+    family = family_of(name) or Family()
     per_hour = family.prices.get(family_and_size(name)[1])
     return None if per_hour is None else Price(per_hour, f"the offline table of {family.priced}")
 
@@ -212,8 +191,7 @@ def has_local_disks(name: str) -> bool:
     family = family_of(name)
     if family is not None:
         return family.has_local_disks
-    family_name = family_and_size(name)[0]
-    return name.startswith("ml.") and NAMES_LOCAL_DISKS.fullmatch(family_name) is not None
+    return NAMES_LOCAL_DISKS.fullmatch(name) is not None
 
 
 def looks_like_gpu(name: str) -> bool:

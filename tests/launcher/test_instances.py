@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from sm_nanogpt.launcher import instances, limits
@@ -33,6 +35,13 @@ def test_each_type_is_known_to_have_gpus_or_not():
             assert name.startswith(("ml.trn", "ml.p2.", "ml.p6e-gb200."))
         else:
             assert instances.looks_like_gpu(name) == bool(instances.count_gpus(name)), name
+
+
+def test_a_family_with_prices_says_when_they_were_looked_up():
+    """A plan that no price list was asked for shows the month."""
+    for name, family in instances.FAMILIES.items():
+        month = r"20\d\d-\d\d" if family.prices else ""
+        assert re.fullmatch(month, family.priced), f"{name}: give `priced`, the month of its prices"
 
 
 def test_a_family_newer_than_boto3_needs_its_row_alone(monkeypatch):
