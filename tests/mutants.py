@@ -1,6 +1,6 @@
 """Draws random mutants of the product and counts how many of them the tests notice.
 
-    .venv/bin/python tests/mutants.py                       # 8 mutants of each module in MODULES
+    .venv/bin/python tests/mutants.py                       # 8 mutants of each module, for days
     .venv/bin/python tests/mutants.py cost curve --count 20 --seed 3
 
 A mutant is the module with one comparison, operator, condition, number or return value changed
@@ -29,7 +29,7 @@ from queue import SimpleQueue
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 400  # for the tests of one mutant; one that hangs counts as dead
 
-# The modules on which money, safety, resume and chats rest, and the tests that hold their rules.
+# The modules, and the tests that hold their rules, in any room. `make affected` reads it too.
 MODULES = {
     "launcher/sagemaker/cost.py": "test_cost test_money test_prices",
     "launcher/sagemaker/request.py": "test_request test_estimator test_limits test_job",
@@ -70,6 +70,7 @@ MODULES = {
     "launcher/launching/fitting.py": "test_fitting",
     "launcher/launching/forecasts.py": "test_fitting test_forecast",
     "launcher/launching/launch.py": "test_chat_launches test_request",
+    "launcher/launching/names.py": "test_run test_sweeps test_delete",
     "launcher/launching/resume.py": "test_resumed_jobs test_local_resume test_sagemaker_resume",
     "launcher/launching/sizing.py": "test_sizing",
     "launcher/launching/start.py": "test_starting",
@@ -83,10 +84,12 @@ MODULES = {
     "launcher/local/restrict.py": "test_confine",
     "launcher/local/runner.py": "test_local_backend",
     "launcher/local/syscalls.py": "test_confine",
+    "launcher/local/runs.py": "test_process test_cheats",
     "launcher/sagemaker/deploy.py": "test_deploy",
     "launcher/sagemaker/description.py": "test_description",
     "launcher/sagemaker/logs.py": "test_logs",
     "launcher/aws.py": "test_aws test_sagemaker_errors",
+    "launcher/errors.py": "test_show test_words test_values",
     "launcher/backends.py": "test_backends",
     "launcher/description.py": "test_cost test_money test_description",
     "launcher/doctor.py": "test_doctor",
@@ -98,9 +101,10 @@ MODULES = {
     "launcher/settings.py": "test_settings test_documents test_cost",
     "launcher/job.py": "test_job test_cost test_request test_limits",
     "launcher/curve.py": "test_curve",
-    "launcher/source.py": "test_job",
+    "launcher/source.py": "test_job test_edited",
     "launcher/tracking.py": "test_library test_sagemaker test_finding",
     "launcher/values.py": "test_values test_limits test_fitting",
+    "launcher/files/cache.py": "test_prices test_stack test_finding",
     "launcher/files/documents.py": "test_documents test_text_documents test_tokenizer",
     "launcher/files/ledger.py": "test_ledger",
     "launcher/files/local.py": "test_storage test_s3_servers",
@@ -108,6 +112,7 @@ MODULES = {
     "launcher/files/locks.py": "test_file_systems",
     "launcher/files/models.py": "test_starting",
     "launcher/files/moved.py": "test_moved",
+    "launcher/files/progress.py": "test_show test_sources",
     "launcher/files/s3.py": "test_storage test_s3_servers",
     "launcher/files/scratch.py": "test_leftovers",
     "launcher/files/storage.py": "test_storage test_s3_servers",
@@ -119,6 +124,7 @@ MODULES = {
     "launcher/models/moments.py": "test_model_moments",
     "launcher/models/quantization.py": "test_quantization test_model_page",
     "launcher/models/sample.py": "test_sample",
+    "launcher/models/weights.py": "test_engine test_quantization test_model_moments",
     "launcher/text/archives.py": "test_archives",
     "launcher/text/channels.py": "test_encodings test_tokens test_uploads",
     "launcher/text/chats.py": "test_chats test_records",
@@ -129,6 +135,7 @@ MODULES = {
     "launcher/text/files.py": "test_text_files test_formats test_sources",
     "launcher/text/first_text.py": "test_first_text",
     "launcher/text/formats.py": "test_formats test_sources",
+    "launcher/text/ids.py": "test_forecast test_worker",
     "launcher/text/messengers.py": "test_messengers test_archives",
     "launcher/text/plain.py": "test_plain",
     "launcher/text/reading.py": "test_formats test_encodings test_whatsapp test_sources",
@@ -139,6 +146,7 @@ MODULES = {
     "launcher/text/store.py": "test_uploads test_corpus",
     "launcher/text/tables.py": "test_tables test_records test_formats",
     "launcher/text/talks.py": "test_messengers test_whatsapp",
+    "launcher/text/threads.py": "test_tokenizer",
     "launcher/text/tokenizer.py": "test_tokenizer",
     "launcher/text/tokens.py": "test_tokens test_chats test_chat_launches",
     "launcher/text/unpacking.py": "test_formats test_text_documents test_records",
@@ -154,12 +162,14 @@ MODULES = {
     "launcher/trying/local.py": "test_cheats",
     "launcher/trying/planned.py": "test_cheats",
     "launcher/trying/progress.py": "test_progress",
+    "launcher/trying/refusal.py": "test_search",
     "launcher/trying/rule.py": "test_rule",
     "launcher/trying/runs.py": "test_search",
     "launcher/trying/scoring.py": "test_cheats",
     "launcher/trying/search.py": "test_search test_cheats",
     "launcher/trying/start.py": "test_search",
     "launcher/views/api.py": "test_api test_play",
+    "launcher/views/card.py": "test_library",
     "launcher/views/job_fields.py": "test_job_fields test_job_commands",
     "launcher/views/model_card.py": "test_play test_model_page",
     "launcher/views/model_page.py": "test_model_page test_play",
@@ -168,12 +178,20 @@ MODULES = {
     "launcher/views/report.py": "test_report",
     "launcher/views/saved_page.py": "test_model_page",
     "launcher/cli/__init__.py": "test_cli",
+    "launcher/cli/account.py": "test_deploy test_stack test_doctor",
     "launcher/cli/delete.py": "test_delete",
+    "launcher/cli/evaluate.py": "test_evaluate",
+    "launcher/cli/folder.py": "test_cli test_edited",
+    "launcher/cli/forecast.py": "test_forecast",
     "launcher/cli/jobs.py": "test_job_commands test_cli test_escapes",
+    "launcher/cli/launch.py": "test_cli test_request test_chat_launches test_local_backend",
     "launcher/cli/models.py": "test_chat_command test_play",
     "launcher/cli/options.py": "test_cli test_completion",
     "launcher/cli/remedies.py": "test_cli test_show",
+    "launcher/cli/search.py": "test_search test_cloud",
     "launcher/cli/show.py": "test_show test_escapes test_curve",
+    "launcher/cli/sweep.py": "test_sweeps test_group_ledger",
+    "launcher/cli/upload.py": "test_uploads test_formats test_text_files",
     "entry_point/causality.py": "test_causality",
     "entry_point/checkpoint.py": "test_files test_checkpoint test_trainer test_resume",
     "entry_point/safetensors_file.py": "test_files test_checkpoint test_starting",
@@ -195,6 +213,7 @@ MODULES = {
     "entry_point/model.py": "test_model test_huggingface",
     "entry_point/moments.py": "test_moments",
     "entry_point/passes.py": "test_trainer test_compiling test_generations test_ranks",
+    "entry_point/presets.py": "test_config test_docs test_sizing",
     "entry_point/processes.py": "test_distributed test_watchdog test_resume",
     "entry_point/qwen3.py": "test_huggingface test_edited",
     "entry_point/report.py": "test_device test_output test_conversations",

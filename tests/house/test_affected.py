@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from affected import changed_files, choose
 from mutants import MODULES
-from pages import ROOT
+from pages import ROOT, name_of
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,7 @@ from pages import ROOT
         ("entry_point/optim.py", "tests/entry_point"),
         ("entry_point/sizes.py", "tests/launcher/launching"),  # asks the training folder for it
         ("launcher/sagemaker/caller.py", "tests/launcher/test_finding.py"),  # by the mutants' table
+        ("launcher/cli/evaluate.py", "tests/launcher/judge/test_evaluate.py"),
         ("infra/template.yaml", "tests/launcher/sagemaker"),
         ("examples/to_gguf.py", "tests/examples/test_export.py"),
         ("tests/launcher/text/conftest.py", "tests/launcher/text"),
@@ -50,7 +51,15 @@ def test_what_all_tests_rest_on_affects_everything(file):
     assert "on which all tests rest" in choice.everything
 
 
-def test_the_table_of_mutants_names_what_there_is():
+def test_the_tests_of_each_module_are_listed():
+    modules = {
+        name_of(path) for path in [*ROOT.glob("launcher/**/*.py"), *ROOT.glob("entry_point/*.py")]
+    }
+    unlisted = {name for name in modules - MODULES.keys() if not name.endswith("__init__.py")}
+    assert not unlisted, (
+        f"{unlisted}: add each to MODULES of tests/mutants.py, with the tests that hold its rules; "
+        "`make affected` finds them by it, also in other rooms"
+    )
     files = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
     for module, tests in MODULES.items():
         assert (ROOT / module).is_file(), f"{module} is gone: take it out of tests/mutants.py"
