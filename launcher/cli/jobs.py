@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.cli.options import (
     GROUP,
     JOB_ID,
@@ -109,13 +109,13 @@ def jobs_command(
 
 def first_step(settings: Settings) -> str:
     """The command that a person without jobs types next."""
-    from sm_nanogpt.launcher.text.store import last_upload
+    from sm_nanogpt.launcher.cli.upload import next_command
+    from sm_nanogpt.launcher.text.store import known_upload, last_upload
 
-    try:
-        last_upload(settings)
-    except InputError:
-        return command("upload-data", "FILE")
-    return command("launch", "--instance", LOCAL)
+    upload = None
+    with suppress(InputError):
+        upload = known_upload(last_upload(settings), settings)
+    return command("upload-data", "FILE") if upload is None else next_command(upload)
 
 
 def print_jobs(jobs: list[JobDescription], everyone: bool) -> None:

@@ -60,8 +60,7 @@ REMEDIES: dict[str, str] = {
     "no-such-job": "`{sm} jobs` lists the jobs, and `{sm} data` the uploads",
     "no-job-of-yours": "`{sm} jobs` lists your jobs, `{sm} jobs --everyone` also those of others,"
     " which go by their whole ids, and `{sm} data` the uploads",
-    "no-jobs-yet": "`{sm} upload-data FILE` uploads a text, and `{sm} launch --instance local`"
-    " trains on it",
+    "no-jobs-yet": "`{sm} upload-data FILE` uploads a text, and says how to train on it",
     "in-another-region": "--region {region}, before the command, finds it",
     "not-yours": "pass --yes if you mean it",
     "job-is-running": "stop it first: `{sm} stop {job_id}`",

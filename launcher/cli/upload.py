@@ -125,7 +125,7 @@ def summary_of(upload: Upload) -> str:
     return f"{documents}, {characters}, {tokens}, vocabulary {upload.vocabulary_size:,}"
 
 
-def next_command(upload: Upload, tokenizer: str | None) -> str:
+def next_command(upload: Upload, tokenizer: str | None = None) -> str:
     """The command of the cheapest first job on an upload; for few conversations, the command that
     uploads the text of a base model."""
     from sm_nanogpt.launcher.launching.texts import are_few_conversations

@@ -212,9 +212,12 @@ def test_an_ended_job_cannot_be_stopped(job, cli):
     assert cli("stop", job.job_id).failed(1, "has already ended: Completed")
 
 
-def test_after_an_upload_the_next_step_is_to_launch(cli, short_text_file):
-    cli("upload-data", short_text_file)
-    assert "next: sm-nanogpt launch --instance local" in cli("jobs").err
+@pytest.mark.parametrize(("length", "option"), [(30_000, " --preset auto"), (300_000, "")])
+def test_the_first_launch_has_one_advice(cli, tmp_path, text, length, option):
+    (tmp_path / "notes.txt").write_text((text * (1 + length // len(text)))[:length])
+    advice = f"next: sm-nanogpt launch --instance local{option}"
+    assert cli("upload-data", "notes.txt").err.splitlines()[-1] == advice
+    assert cli("jobs").err.splitlines()[-1].endswith(advice)
 
 
 # -- the same from Python -------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def test_an_empty_list_of_jobs_says_how_to_begin(cli):
     assert ran.out == ""
     assert "next: sm-nanogpt upload-data FILE" in ran.err
     assert json.loads(cli("jobs", "--json").out) == []
-    assert cli("status", "latest").failed(1, "sm-nanogpt launch", "AWS_REGION")
+    assert cli("status", "latest").failed(1, "sm-nanogpt upload-data FILE", "AWS_REGION")
     assert cli("jobs", "--group", "latest").failed(2, "--sweep")
 
 
