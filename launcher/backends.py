@@ -35,7 +35,6 @@ class Backend(ABC):
     title: ClassVar[str]
     is_remote: ClassVar[bool]  # behind a network; lists of jobs are late and lack some facts
     bills: ClassVar[bool]  # jobs cost money: they have prices and a ceiling, and need consent
-    sends_request: ClassVar[bool]  # `request` makes a request, which a dry run shows
     stops_at_ctrl_c: ClassVar[bool]  # Ctrl-C in the command that launched a job stops the job
     saves_when_stopped: ClassVar[bool]  # a job that is stopped first writes a checkpoint
     shares_cores: ClassVar[bool]  # parallel jobs share the cores of one machine
@@ -113,7 +112,7 @@ class Backend(ABC):
 
     @abstractmethod
     def request(self, job_id: str, job: TrainingJob, placement: Any) -> dict[str, Any]:
-        """The request that `submit` sends; {} if it sends none."""
+        """What `submit` sends or records, which a dry run shows."""
 
     @abstractmethod
     def submit(

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sm_nanogpt.entry_point.errors import os_reason
+from sm_nanogpt.entry_point.errors import counted, os_reason
+from sm_nanogpt.entry_point.metrics import duration
+from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.cli.options import (
     YES,
     Command,
@@ -101,7 +103,11 @@ if TYPE_CHECKING:
 )
 @valued("--seeds N", "Launch each job of a sweep with N seeds (default: 1).", default=1)
 @valued("--parallel N", "Number of jobs of a sweep that run at a time (default: 1).")
-@click.option("--dry-run", is_flag=True, help="Print the SageMaker request without sending it.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Start nothing; print as JSON what would run, on SageMaker the request.",
+)
 @click.option(
     "--forecast",
     "forecasts",
@@ -185,6 +191,7 @@ def launch_command(
 
     Example:
       sm-nanogpt launch --instance local --processes-per-instance 2 --set max_steps=500
+      sm-nanogpt launch --instance local --preset auto --dry-run
       sm-nanogpt launch --instance ml.g5.12xlarge --spot --dry-run
       sm-nanogpt launch --instance ml.g5.12xlarge,ml.g6.12xlarge
       sm-nanogpt launch --instance local --sweep learning_rate=0.01,0.02 --seeds 2
@@ -257,14 +264,6 @@ class LaunchOptions:
         hyperparameters.update(self.assignments)
         return Request(**self.fields, hyperparameters=hyperparameters)
 
-    def check_dry_run(self) -> None:
-        from sm_nanogpt.launcher.backends import backend_class
-
-        instance = self.fields.get("instance", "")
-        if self.dry_run and not backend_class(instance).sends_request:
-            problem = f"--instance {instance} sends none"
-            raise InputError(f"--dry-run shows the request to SageMaker; {problem}")
-
 
 def forecast_sizes(
     context: click.Context, options: LaunchOptions, settings: Settings, as_json: bool
@@ -301,7 +300,6 @@ def launch_sweep(options: LaunchOptions, settings: Settings) -> None:
     if options.follow is not None:
         rule = "are not for sweeps, which run until all jobs ended"
         raise InputError(f"--follow and --detach {rule}")
-    options.check_dry_run()
     request = options.request()
     if options.dry_run:
         settings = settings.with_offline(True)
@@ -318,7 +316,6 @@ def launch_job(options: LaunchOptions, settings: Settings) -> None:
 
     if options.parallel:
         raise InputError("--parallel is for jobs of a sweep; add --sweep or --seeds")
-    options.check_dry_run()
     note_sweep_of(options.resumed)
     request = options.request()
     if options.dry_run:
@@ -326,6 +323,8 @@ def launch_job(options: LaunchOptions, settings: Settings) -> None:
     plan = prepare(request, settings)
     if options.dry_run:
         print_json(plan.request)
+        if not plan.backend.is_remote:
+            note(f"dry run: nothing was started; {course_of(plan)}")
         return
 
     if plan.backend.bills:
@@ -342,6 +341,23 @@ def launch_job(options: LaunchOptions, settings: Settings) -> None:
         next_command = command("chat" if plan.is_of_chats else "fetch-and-sample", plan.job_id)
         goes_on = remedy("job-goes-on", {"job_id": plan.job_id})
         note(f"{goes_on}; when it has completed: {next_command}")
+
+
+def course_of(plan: Plan) -> str:
+    """The steps and the processes of a run on this machine, and its time if a forecast has it."""
+    from sm_nanogpt.launcher.curve import total_steps
+    from sm_nanogpt.launcher.launching.forecasts import forecast_rows
+
+    n_steps = total_steps(plan.request["hyperparameters"]) or 0  # an edited folder may have none
+    processes = counted(plan.request["processes_per_host"], "process")
+    course = f"it would be {n_steps:,} steps in {processes}"
+    if plan.job.expected is None:  # no run of a forecast
+        return course
+    for row in forecast_rows(plan.job, plan.channels, plan.settings):
+        seconds = row.seconds.get(LOCAL)
+        if row.size == plan.job.size and seconds is not None:
+            course += f", and take about {duration(seconds)} by the forecast"
+    return course
 
 
 def note_sweep_of(job_id: str) -> None:

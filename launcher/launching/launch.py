@@ -38,10 +38,11 @@ logger = logging.getLogger(__name__)
 class Plan:
     """A job that is complete, checked, and priced. It can be submitted once.
 
-    request is the request of CreateTrainingJob, {} on this machine. worst_cost is what the job
-    costs if it runs to its time limit, in USD: 0 on this machine, and infinite if its price is
-    unknown. ceiling is the most that it may cost, in USD. placement is what the backend decided.
-    The settings of backend have the store and role of the job. channels are by the job's fields.
+    request is the request of CreateTrainingJob, or the record of a job on this machine. worst_cost
+    is what the job costs if it runs to its time limit, in USD: 0 on this machine, and infinite if
+    its price is unknown. ceiling is the most that it may cost, in USD. placement is what the
+    backend decided. The settings of backend have the store and role of the job. channels are by the
+    job's fields.
     """
 
     job_id: str

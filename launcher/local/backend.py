@@ -101,7 +101,6 @@ class LocalBackend(Backend):
     title = "this machine"
     is_remote = False
     bills = False
-    sends_request = False
     stops_at_ctrl_c = True
     saves_when_stopped = True
     shares_cores = True
@@ -158,19 +157,18 @@ class LocalBackend(Backend):
         return job  # it costs nothing
 
     def request(self, job_id: str, job: TrainingJob, placement: LocalPlacement) -> dict[str, Any]:
-        return {}  # nothing is sent
+        return {
+            "job": job.model_dump(mode="json", include=COMMON_FIELDS),
+            "hyperparameters": job.all_hyperparameters(),
+            "processes_per_host": placement.processes,
+            "gpus_per_host": placement.gpus,
+        }
 
     def submit(
         self, job_id: str, job: TrainingJob, placement: LocalPlacement, request: Mapping[str, Any]
     ) -> None:
         directory = self.jobs_dir / job_id
-        record = {
-            "job": job.model_dump(mode="json", include=COMMON_FIELDS),
-            "hyperparameters": job.all_hyperparameters(),
-            "created": time.time(),
-            "processes_per_host": placement.processes,
-            "gpus_per_host": placement.gpus,
-        }
+        record = {**request, "created": time.time()}
         try:
             with storage.errors_about(str(directory)):
                 self.start(directory, job.source, record)

@@ -74,7 +74,6 @@ class SageMakerBackend(Backend):
     title = "SageMaker"
     is_remote = True
     bills = True
-    sends_request = True
     stops_at_ctrl_c = False
     saves_when_stopped = False
     shares_cores = False

@@ -203,6 +203,17 @@ def test_a_launch_says_what_twice_the_file_gives(rehearse, text_file, monkeypatc
     assert "no loss is forecast for a run that differs" in changed
 
 
+def test_a_dry_run_has_the_time_of_the_forecast(cli, text_file, monkeypatch):
+    from sm_nanogpt.launcher.launching import draft, forecasts
+
+    timed = [row.model_copy(update={"seconds": {"local": 42.0}}) for row in rows(2.0, 1.5, 1.1)]
+    for module in (draft, forecasts):
+        monkeypatch.setattr(module, "forecast_rows", lambda *_: timed)
+    launch = ("launch", "--instance", "local", "--data", text_file, "--dry-run", "--size", "2")
+    assert "about 0:00:42 by the forecast" in cli(launch).good.err
+    assert "by the forecast" not in cli(launch, "--set", "max_steps=7").good.err
+
+
 def test_a_forecast_of_one_generation_is_named_as_such(rehearse, short_text_file, monkeypatch):
     from sm_nanogpt.launcher.launching import draft
 
