@@ -20,8 +20,8 @@ from sm_nanogpt.launcher.judge.texts import Text, encode
 from sm_nanogpt.launcher.judge.worker import Worker
 from sm_nanogpt.launcher.models.sample import check_known
 from sm_nanogpt.launcher.text.chats import turns_of
+from sm_nanogpt.launcher.text.formats import JSON_LINES
 from sm_nanogpt.launcher.text.reading import detect_file, open_text
-from sm_nanogpt.launcher.text.records import read_json_lines
 
 OTHER_SECRETS = 200  # random secrets that each secret is compared with
 CANARY = re.compile(r"(.*?)\{([^}]*[0-9A-Za-z][^}]*)\}(.*)")  # beginning, secret, and end
@@ -101,10 +101,11 @@ def read_questions(path: Path) -> list[Question]:
     A record may name its kind in the field `kind`. Raises InputError.
     """
     file = detect_file(path)
-    read_records = file.format.reader or read_json_lines
+    read_records = file.format.reader or JSON_LINES.reader
+    assert read_records is not None
     questions = []
     with open_text(file) as content:
-        for position, record in read_records(content, str(path), "text"):
+        for position, record in read_records(content, str(path), "text", ""):
             messages = []
             for turn in turns_of(record, position) or []:
                 role, _, text = turn.partition("\n")

@@ -18,7 +18,7 @@ from sm_nanogpt.launcher.text.messengers import parse_slack_people, talks_in_jso
 from sm_nanogpt.launcher.text.records import with_positions
 from sm_nanogpt.launcher.text.talks import Talk
 from sm_nanogpt.launcher.text.unpacking import Unpacking
-from sm_nanogpt.launcher.text.whatsapp import WHATSAPP_START, read_whatsapp
+from sm_nanogpt.launcher.text.whatsapp import LOOK_BYTES, WHATSAPP_START, is_chat, read_whatsapp
 
 logger = logging.getLogger(__name__)
 
@@ -29,17 +29,18 @@ OTHER_FILE = "other file of the archive"
 UNPACK = "unpack it: `unzip {path}`"
 
 
-def read_zip(file: IO[bytes], name: str) -> Iterator[tuple[str, Talk]]:
+def read_zip(file: IO[bytes], name: str, me: str) -> Iterator[tuple[str, Talk]]:
     """Yield the talks of the exports in an archive, each with its position, in the order of file
     names.
 
-    Raises InputError if there is no export, or the archive is damaged or encrypted.
+    me: the person whose messages are to be learned, by whom a chat of WhatsApp is told from a
+    diary. Raises InputError if there is no export, or the archive is damaged or encrypted.
     """
     archive = Archive(file, name)
     other_files = Talk()
     n_exports = 0
     for entry in archive.entries:
-        talks = archive.read_export(entry)
+        talks = archive.read_export(entry, me)
         if talks is None:
             if entry.file_size > EMPTY_LIST_BYTES:
                 other_files.left_out[OTHER_FILE] += 1
@@ -81,12 +82,12 @@ class Archive:
         entries = [entry for entry in self.archive.infolist() if not entry.is_dir()]
         return sorted(entries, key=lambda entry: entry.filename)
 
-    def read_export(self, entry: zipfile.ZipInfo) -> list[tuple[str, Talk]] | None:
+    def read_export(self, entry: zipfile.ZipInfo, me: str) -> list[tuple[str, Talk]] | None:
         """Read the talks of a file, each with its position; None for any other file."""
         file_label = f"{self.name}, {entry.filename}"
         beginning = self.read(entry, SNIFF_BYTES)
         if re.match(WHATSAPP_START, beginning):
-            return list(read_whatsapp(io.BytesIO(self.read(entry)), file_label))
+            return self.read_whatsapp(entry, file_label, me)
         if not re.match(JSON_START, beginning):
             return None
         talks = talks_in_json(self.read_json(entry, file_label), file_label)
@@ -96,6 +97,17 @@ class Archive:
             if talk.people_file:
                 talk.name_people(self.people_beside(entry, talk.people_file))
         return list(with_positions(talks, file_label))
+
+    def read_whatsapp(
+        self, entry: zipfile.ZipInfo, file_label: str, me: str
+    ) -> list[tuple[str, Talk]] | None:
+        """Read the talk of a file that begins as a chat of WhatsApp; None for a diary."""
+        beginning = self.read(entry, LOOK_BYTES).decode(errors="ignore")
+        if not is_chat(beginning, posixpath.basename(entry.filename), me):
+            warning = f"{file_label}: has times as a chat of WhatsApp has, but is left out"
+            logger.warning(warning, extra={"code": "read-as-chat"})
+            return None
+        return list(read_whatsapp(io.BytesIO(self.read(entry)), file_label))
 
     def read(self, entry: zipfile.ZipInfo, n_bytes: int = -1) -> bytes:
         """Read the first n_bytes of a file; by default all."""

@@ -28,15 +28,25 @@ from sm_nanogpt.launcher.text.records import (
 from sm_nanogpt.launcher.text.unpacking import Compression, compression_of, without_compression
 from sm_nanogpt.launcher.text.whatsapp import WHATSAPP_START, read_whatsapp
 
-Reader = Callable[[IO[bytes], str, str], Records]  # takes a file, its name, the field of its texts
+# Takes a file, its name, the field of its texts, and the person whose messages a model learns.
+Reader = Callable[[IO[bytes], str, str, str], Records]
 Converter = Callable[[io.BufferedReader], io.BufferedReader]  # a file in UTF-8 to its text
 
 
-def ignoring_column(read: Callable[[IO[bytes], str], Records]) -> Reader:
+def for_records(read: Callable[[IO[bytes], str, str], Records]) -> Reader:
+    """A reader for records, of which no person is to be known."""
+
+    def read_file(file: IO[bytes], name: str, column: str, me: str) -> Records:
+        return read(file, name, column)
+
+    return read_file
+
+
+def for_chats(read: Callable[[IO[bytes], str, str], Records]) -> Reader:
     """A reader for exported chats, which have no field for the text."""
 
-    def read_file(file: IO[bytes], name: str, column: str) -> Records:
-        return read(file, name)
+    def read_file(file: IO[bytes], name: str, column: str, me: str) -> Records:
+        return read(file, name, me)
 
     return read_file
 
@@ -81,22 +91,24 @@ JSON_LINES = Format(
     "JSON lines",
     ".jsonl .ndjson",
     help="JSON, one object a line",
-    reader=read_json_lines,
+    reader=for_records(read_json_lines),
     is_text=True,
 )
 JSON = Format(
     "JSON",
     ".json",
     help="JSON, an array of objects, or one",
-    reader=read_json_array,
+    reader=for_records(read_json_array),
     is_text=True,
 )
-JSON_OBJECTS = replace(JSON, suffixes="", reader=read_json_lines)  # a .json without an array
+JSON_OBJECTS = replace(
+    JSON, suffixes="", reader=for_records(read_json_lines)
+)  # a .json without an array
 TABLE = Format(
     "a table",
     ".csv .tsv",
     help="tables with a header",
-    reader=read_table,
+    reader=for_records(read_table),
     is_text=True,
 )
 PARQUET = Format(
@@ -104,7 +116,7 @@ PARQUET = Format(
     ".parquet",
     magic=b"PAR1",
     help="tables, as those of the Hub",
-    reader=read_parquet,
+    reader=for_records(read_parquet),
 )
 HTML = Format(
     "an HTML page",
@@ -134,7 +146,7 @@ WHATSAPP = Format(
     ".txt",
     magic=WHATSAPP_START,
     help="chats that WhatsApp exported, by their lines",
-    reader=ignoring_column(read_whatsapp),
+    reader=for_chats(lambda file, name, me: read_whatsapp(file, name)),
     is_text=True,
 )
 ZIP = Format(
@@ -142,7 +154,7 @@ ZIP = Format(
     ".zip",
     magic=rb"PK\x03\x04",
     help="chats that a program exported",
-    reader=ignoring_column(read_zip),
+    reader=for_chats(read_zip),
     advice="unpack it: `unzip {path}`",
 )
 XML = Format(

@@ -54,6 +54,15 @@ def test_the_archive_of_slack_has_the_names_of_people(tmp_path):
     assert skipped.talks.authors == {"U1": 2, "U2": 2}
 
 
+def test_a_diary_in_an_archive_is_no_chat(tmp_path, caplog):
+    path = zip_of(tmp_path / "diary.zip", {"diary.txt": WHATSAPP.replace("14:06", "21:00")})
+    with pytest.raises(InputError, match=r"has no chat .* unpack it"):
+        conversations(path)
+    [record] = caplog.records
+    assert vars(record)["code"] == "read-as-chat"
+    assert conversations(path, me="Bob")[0]
+
+
 def test_other_files_of_an_archive_are_counted(tmp_path):
     others = {"IMG-1.jpg": "\x00\x01\x02", "user.json": '{"id": "u"}', "empty.json": "[]"}
     path = zip_of(tmp_path / "export.zip", {"_chat.txt": WHATSAPP} | others)
