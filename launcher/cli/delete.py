@@ -240,11 +240,13 @@ def check_unused(upload: Stored, settings: Settings) -> None:
 
 
 def uploaded_by(upload: Stored) -> str:
-    """Who uploaded to S3, as a part of a line."""
+    """Who uploaded to S3, or that an upload may be under way, as a part of a line."""
+    if upload.manifest is None:
+        since = moment(upload.written)
+        return f" since {since}: interrupted, or still under way, maybe by somebody else"
     if not upload.uri.startswith("s3:"):
         return ""
-    owner = upload.manifest.owner if upload.manifest else ""
-    return f", uploaded by {owner or 'nobody that is known'}"
+    return f", uploaded by {upload.manifest.owner or 'nobody that is known'}"
 
 
 def used_by(upload: Stored) -> str:

@@ -45,7 +45,7 @@ from sm_nanogpt.launcher.cli.show import (
     with_progress_bar,
 )
 from sm_nanogpt.launcher.cli.sweep import print_ranking
-from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.errors import InputError, LauncherError, ServiceError
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.curve import Curve, Row
@@ -134,12 +134,16 @@ def status_command(job_id: str, as_json: bool) -> None:
     Example:
       sm-nanogpt status JOB-ID
     """
-    from sm_nanogpt.launcher.tracking import TrackedJob
+    from sm_nanogpt.launcher.tracking import TrackedJob, other_owner
     from sm_nanogpt.launcher.views.job_fields import data_of, texts_of
 
     settings = settings_of()
     tracked = TrackedJob(job_id, settings)
     job = tracked.describe()
+    try:
+        job = replace(job, owner=other_owner(job, settings) or job.owner)
+    except LauncherError as error:
+        note(f"its owner is not known: {error}")
     curve = None
     try:
         curve = tracked.curve()

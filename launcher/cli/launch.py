@@ -19,6 +19,7 @@ from sm_nanogpt.launcher.cli.options import (
     Command,
     JobParameter,
     agree_to_cost,
+    complete_hyperparameter,
     complete_preset,
     settings_of,
     typed_parameters,
@@ -73,7 +74,9 @@ if TYPE_CHECKING:
     " many bytes, such as 250kB or 1MB; all else is as with `--preset auto`.",
 )
 @valued(
-    "--set assignments KEY=VALUE", "Set a hyperparameter; `sm-nanogpt hyperparameters` lists them."
+    "--set assignments KEY=VALUE",
+    "Set a hyperparameter; `sm-nanogpt hyperparameters` lists them.",
+    shell_complete=complete_hyperparameter,
 )
 @valued("--config config_file FILE", "TOML file of hyperparameters.", type=click.Path())
 @valued("--entry-point DIR", "Your edited training folder.", type=click.Path())
@@ -100,6 +103,7 @@ if TYPE_CHECKING:
     "--sweep KEY=V1,V2,...",
     "Launch a job for each value of a hyperparameter, of size, or of preset; several --sweep make a"
     " grid.",
+    shell_complete=complete_hyperparameter,
 )
 @valued("--seeds N", "Launch each job of a sweep with N seeds (default: 1).", default=1)
 @valued("--parallel N", "Number of jobs of a sweep that run at a time (default: 1).")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from inspect import cleandoc
 from itertools import islice
 from pathlib import Path
@@ -109,6 +109,18 @@ def check_output_file(path: Path) -> None:
         raise InputError(f"{path}: not a regular file; name another one")
 
 
+class TextParameter(click.Path):
+    """A text: the name of an upload, a URI, or a path."""
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Complete an upload of this machine, or a file. bash completes files only if no upload
+        fits, if those come first."""
+        names = [name for name in upload_names() if name.startswith(incomplete)]
+        return [CompletionItem(incomplete, type="file"), *map(CompletionItem, names)]
+
+
 @dataclass(eq=False)
 class JobParameter(click.ParamType[str]):
     """A parameter for a job: an id, a name, a part of an id, or `latest`. Gives the full id.
@@ -171,7 +183,10 @@ class JobParameter(click.ParamType[str]):
         bash completes files only where no job fits, if those come first.
         """
         items = [CompletionItem(incomplete, type="file")] if self.reads == "model" else []
-        references = [name for name in job_references() if name.startswith(incomplete)]
+        references = job_references()
+        if self.uploads:
+            references += upload_names()
+        references = [name for name in references if name.startswith(incomplete)]
         return items + [CompletionItem(name) for name in references]
 
 
@@ -188,6 +203,26 @@ def job_references() -> list[str]:
             if isinstance(job, JobDescription):
                 references.append(job.name or end_of(job.job_id))
     return list(dict.fromkeys(references))  # resumed jobs have one name
+
+
+def upload_names() -> list[str]:
+    """The names of the uploads in this machine's store."""
+    from sm_nanogpt.launcher.settings import Settings
+    from sm_nanogpt.launcher.text.store import local_upload_names
+
+    with suppress(LauncherError, OSError):  # the command itself says what is wrong
+        return local_upload_names(Settings())
+    return []
+
+
+def complete_hyperparameter(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    """Complete a hyperparameter of the packaged folder, as `n_layer=`."""
+    from sm_nanogpt.entry_point.config import Config
+
+    typed = incomplete.replace("-", "_")
+    return [f"{field.name}=" for field in fields(Config) if field.name.startswith(typed)]
 
 
 def complete_preset(
@@ -309,7 +344,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "SECONDS": {"type": int},
     "GIB": {"type": int},
     "USD": {"type": float},
-    "NAME|URI|PATH": {"type": click.Path()},
+    "NAME|URI|PATH": {"type": TextParameter()},
     "JOB-ID|PATH|URI": {"type": JobParameter(reads="model")},
     "KEY=VALUE": {"multiple": True, "callback": parse_assignments},
     "KEY=V1,V2,...": {"multiple": True, "callback": parse_value_lists},

@@ -101,9 +101,8 @@ JSON = Format(
     reader=for_records(read_json_array),
     is_text=True,
 )
-JSON_OBJECTS = replace(
-    JSON, suffixes="", reader=for_records(read_json_lines)
-)  # a .json without an array
+# A .json without an array.
+JSON_OBJECTS = replace(JSON, suffixes="", reader=for_records(read_json_lines))
 TABLE = Format(
     "a table",
     ".csv .tsv",

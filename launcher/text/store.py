@@ -193,12 +193,17 @@ def find_text(typed: str, settings: Settings) -> str:
 def no_upload(typed: str, names: Iterable[str]) -> InputError:
     """The error for a name that is neither a file nor an upload, with similar names of uploads."""
     problem = f"there is neither a file nor an upload {typed}"
-    names = sorted(set(names))  # two stores may have the same upload, or be one store
-    stems = sorted({name.rpartition("-")[0] for name in names})
-    suggestion = did_you_mean(typed, stems) or did_you_mean(typed, names)
+    suggestion = similar_uploads(typed, names)
     if suggestion:
         problem += f"; {suggestion}"
     return InputError(problem, "no-upload")
+
+
+def similar_uploads(typed: str, names: Iterable[str]) -> str:
+    """Return `did you mean A or B?` with uploads, of these, whose names are like a word, or ''."""
+    names = sorted(set(names))  # two stores may have the same upload, or be one store
+    stems = sorted({name.rpartition("-")[0] for name in names})
+    return did_you_mean(typed, stems) or did_you_mean(typed, names)
 
 
 def find_by_part(part: str, roots: Iterable[str], settings: Settings) -> str:
@@ -229,6 +234,11 @@ def names_in(root: str, settings: Settings) -> list[str]:
         if name != file and UPLOAD_NAME.fullmatch(name):
             names.append(name)
     return names
+
+
+def local_upload_names(settings: Settings) -> list[str]:
+    """The names of the uploads in this machine's store, sorted."""
+    return sorted(names_in(storage.join(store_uri(settings.local_store), "data"), settings))
 
 
 def choose(part: str, names: Iterable[str]) -> str | None:

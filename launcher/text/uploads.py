@@ -14,10 +14,10 @@ from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.moved import UPLOAD_NAME, text_id
 from sm_nanogpt.launcher.files.storage import Entry
-from sm_nanogpt.launcher.finding import Listing
+from sm_nanogpt.launcher.finding import Listing, similar_jobs
 from sm_nanogpt.launcher.sagemaker.stack import with_stack
 from sm_nanogpt.launcher.settings import Settings, load_settings
-from sm_nanogpt.launcher.text.store import Upload, choose, read_manifest, store_uri
+from sm_nanogpt.launcher.text.store import Upload, choose, read_manifest, similar_uploads, store_uri
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,20 @@ def full_name(reference: str, settings: Settings) -> str:
     """The name of the upload that a reference, a part of the name, means; the reference itself if
     it means none.
 
-    Raises InputError if several names match, and ServiceError if AWS did not list all uploads.
+    Raises InputError if several names match, or if none does and an upload has a similar name;
+    ServiceError if AWS did not list all uploads.
     """
     listed, failure = find_uploads(settings)
-    name = choose(reference, {upload.name for upload in listed})
+    names = {upload.name for upload in listed}
+    name = choose(reference, names)
     if failure:
         raise failure.within(f"cannot resolve {reference!r} to the name of an upload")
-    return name or reference
+    if name is not None:
+        return name
+    suggestion = similar_uploads(reference, names)
+    if suggestion and not similar_jobs(reference, settings):
+        raise InputError(f"there is neither a job nor an upload {reference}; {suggestion}")
+    return reference
 
 
 def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -> Iterator[Stored]:
@@ -107,7 +114,7 @@ def stored_upload(
 ) -> Stored:
     """Describe an upload by its files and the jobs that read it."""
     sizes = {file: entry.size for file, entry in entries.items() if file}
-    newest = entries.get("") or next(iter(entries.values()))  # the manifest is written last
+    written = max(entry.written for entry in entries.values())
     upload = read_manifest(uri, settings)
     if upload is None or not upload.is_whole(sizes):
         upload = None
@@ -122,7 +129,7 @@ def stored_upload(
         uri=uri,
         kind=kind,
         size=sum(sizes.values()),
-        written=newest.written,
+        written=written,
         jobs=[job.job_id for job in readers],
         running=[job.job_id for job in readers if job.is_running],
         owners=sorted({job.owner for job in readers if job.owner}),

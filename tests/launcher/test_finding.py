@@ -149,7 +149,7 @@ def test_only_a_whole_id_means_a_colleagues_job(cloud, cli, become, two):
     assert f"baseline is job {adas}\n" in cli("delete", "baseline", "--yes").good.err
     assert not cloud.sagemaker.jobs[graces].stopping.is_set()
 
-    assert json.loads(cli("status", graces, "--json").out)["job_id"] == graces
+    assert json.loads(cli("status", graces, "--json").out)["owner"] == "user/grace"
     assert cli("stop", graces, "--yes").good
     assert cloud.sagemaker.jobs[graces].stopping.is_set()
 

@@ -37,6 +37,8 @@ def completions(
         ("launch --data here/my", ["file,here/my"]),
         ("fetch-and-sample ./mod", ["file,./mod"]),
         ("launch --preset ba", ["plain,baby"]),
+        ("launch --set n_la", ["plain,n_layer="]),
+        ("launch --sweep learning-r", ["plain,learning_rate="]),
     ],
 )
 def test_tab_completes_commands_options_and_files(typed, offered, monkeypatch, capsys):
@@ -49,6 +51,12 @@ def test_tab_completes_the_jobs_of_this_machine(home, monkeypatch, capsys):
         write_job(home / "jobs" / f"sm-nanogpt-{job_id}", job=job)
     assert completions("status b", monkeypatch, capsys) == ["plain,baseline", "plain,b8e312"]
     assert completions("play la", monkeypatch, capsys) == ["file,la", "plain,latest"]
+
+
+def test_tab_completes_the_uploads_of_this_machine(home, cli, text_file, monkeypatch, capsys):
+    name = cli("upload-data", text_file).good.out.strip().rpartition("/")[2]
+    assert completions("launch --data in", monkeypatch, capsys) == ["file,in", f"plain,{name}"]
+    assert completions("delete in", monkeypatch, capsys) == [f"plain,{name}"]
 
 
 def test_tab_writes_nothing(home, monkeypatch, capsys):

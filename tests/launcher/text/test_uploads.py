@@ -121,12 +121,17 @@ def test_an_interrupted_delete_leaves_no_upload(cli, upload):
     (rest,) = json.loads(cli("data", "--json").out)
     assert rest["kind"] == "incomplete"
     assert rest["manifest"] is None
-    assert cli("delete", rest["name"], "--yes").good
+    assert ": interrupted, or still under way" in cli("delete", rest["name"], "--yes").good.err
     assert json.loads(cli("data", "--json").out) == []
 
 
 def test_delete_of_an_unknown_word_names_both_lists(cli):
     assert cli("delete", "nothing", "--yes").failed(1, "`sm-nanogpt jobs`", "`sm-nanogpt data`")
+
+
+def test_delete_of_a_part_with_a_slip_names_the_upload(cli, upload):
+    slip = f"{name_of(upload).rpartition('-')[0]}t"
+    assert cli("delete", slip, "--yes").failed(2, f"{slip}; did you mean input?")
 
 
 def test_delete_takes_a_part_of_an_uploads_name(cli, upload, tmp_path):
