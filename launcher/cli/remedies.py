@@ -141,6 +141,7 @@ REMEDIES: dict[str, str] = {
     "aws-quota": "request an increase in the Service Quotas console, or use another --instance",
     "aws-no-bucket": "there is no such bucket: check the name of the store",
     "aws-network": "check the region's name and the network",
+    "no-region-and-store": "set --region to that of the job, and --store to s3://bucket/prefix",
     "no-region": "set --region, SM_NANOGPT_REGION or AWS_REGION",
     "other-profile": "`aws configure list-profiles` shows the profiles",
     "other-region": "set --region {bucket_region}, or {option} to a bucket in {job_region}",

@@ -57,7 +57,7 @@ def check_texts(channels: Texts, config: Any) -> None:
     for name, channel in channels.items():
         if channel.upload is not None:
             with about(name, channel.shown):
-                check_upload(channel.upload, channel.shown, config, part_of(name, channels))
+                check_upload(channel.upload, channel.short_name, config, part_of(name, channels))
             warn_of_long_conversations(channel.upload, config.block_size)
 
     contents = set()
@@ -66,7 +66,7 @@ def check_texts(channels: Texts, config: Any) -> None:
     if len(contents) < len(channels):
         logger.warning("validation is the text to train on: val_loss will not show memorizing")
     else:
-        warn_of_repeats(channels["data"].shown, repeated_share_of(channels))
+        warn_of_repeats(channels["data"].short_name, repeated_share_of(channels))
 
 
 def part_of(name: str, texts: Texts) -> str:

@@ -132,6 +132,10 @@ class SageMakerBackend(Backend):
         SageMaker notebook in which this runs and the account's default SageMaker bucket. No bucket
         is created.
         """
+        has_region = bool(self.account.session.region_name)
+        if self.settings.offline and not (has_region or self.settings.store):
+            problem = "a dry run does not ask AWS, and neither a region nor a store is set"
+            raise InputError(problem, "no-region-and-store")
         settings = with_stack(self.settings)
         if not settings.role:
             role = notebook_role(self.account.client)

@@ -349,6 +349,8 @@ def test_without_a_region_local_jobs_are_listed(home, cli, job, monkeypatch):
         (("launch", "--instance", "ml.g5.xlarge"), "no region is set; set --region"),
     ):
         assert cli(arguments).failed(2, fact)
+    dry = ("launch", "--instance", "ml.g5.xlarge", "--dry-run")
+    assert cli(dry).failed(2, "does not ask AWS", "--region", "--store")
     with pytest.raises(InputError, match=r"^no region is set$"):
         prepare(Request(instance="ml.g5.xlarge", data="s3://bucket/text"))
 
