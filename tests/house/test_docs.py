@@ -133,7 +133,9 @@ def test_the_commands_that_print_json_are_listed():
     _, _, page_after = AWS.read_text("utf-8").partition(start)
     sentence, _, _ = page_after.partition(".\n")
     expected = commands_with("--json") - {"launch"} | {"launch --forecast"}
-    assert set(CODE.findall(sentence)) == expected
+    assert set(CODE.findall(sentence)) == expected, (
+        f"docs/aws.md says `{start}`; let it name these: {sorted(expected)}"
+    )
 
 
 def test_each_named_setting_and_import_exists():
@@ -171,8 +173,9 @@ def test_each_relative_link_and_anchor_resolves():
 def test_each_picture_is_shown_and_small():
     shown = {link for page in PAGES for link in LINK.findall(prose(page))}
     for path in (ROOT / "docs/pictures").iterdir():
-        assert any(link.endswith(f"pictures/{path.name}") for link in shown), path.name
-        assert path.stat().st_size < 150_000, path.name
+        is_shown = any(link.endswith(f"pictures/{path.name}") for link in shown)
+        assert is_shown, f"{path.name} is shown by no page: show it or delete it"
+        assert path.stat().st_size < 150_000, f"{path.name}: draw it smaller, under 150 kB"
 
 
 def test_a_release_makes_each_link_of_readme_absolute(tmp_path):
@@ -267,7 +270,7 @@ def test_the_table_of_instance_types_shows_their_facts():
 def test_architecture_names_exist_in_their_files():
     for cells in rows(ARCHITECTURE):
         for path in CODE.findall(cells[0]):
-            assert (ROOT / path).is_file(), path
+            assert (ROOT / path).is_file(), f"docs/architecture.md names {path}, which is gone"
             names = CODE.findall(cells[1])
             if names:  # else it may be no Python
                 body = ast.parse((ROOT / path).read_text()).body

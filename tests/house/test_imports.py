@@ -9,6 +9,11 @@ from pathlib import Path
 import launching
 from commands import COMMANDS
 
+ADVICE = (
+    "it takes long to import, and these commands do without it; import it in the function that "
+    "needs it, or move what they share into a module that does not import it"
+)
+
 
 def modules_after(home: Path, *calls: list[str]) -> set[str]:
     """The top-level modules that some commands leave loaded."""
@@ -37,7 +42,7 @@ def test_help_imports_nothing_heavy(tmp_path):
     loaded = modules_after(tmp_path, *calls)
     assert "click" in loaded
     heavy = {"torch", "numpy", "sagemaker", "boto3", "botocore", "s3fs", "fsspec", "pydantic"}
-    assert not loaded & heavy
+    assert not loaded & heavy, f"{loaded & heavy}: {ADVICE}"
 
 
 def test_light_commands_import_no_torch_aws_or_extra(job, short_text_file):
@@ -45,4 +50,5 @@ def test_light_commands_import_no_torch_aws_or_extra(job, short_text_file):
     calls += [[name, job.job_id] for name in ("status", "metrics", "logs", "wait")]
     extras = {"altair", "vl_convert"}
     heavy = {"torch", "boto3", "botocore", "s3fs", "sagemaker", *extras}
-    assert not modules_after(job.home, *calls) & heavy
+    loaded = modules_after(job.home, *calls)
+    assert not loaded & heavy, f"{loaded & heavy}: {ADVICE}"

@@ -20,9 +20,13 @@ def imports_of(module: str, files: dict[str, Path]) -> set[str]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
         if isinstance(node, ast.ImportFrom):
-            assert not node.level or module.startswith("entry_point."), f"{module}: relative import"
+            assert not node.level or module.startswith("entry_point."), (
+                f"{module}: a relative import; write sm_nanogpt.launcher..., as others do"
+            )
             sdk = "launcher.sagemaker.estimator"
-            assert module == sdk or (node.module or "").partition(".")[0] != "sagemaker", module
+            assert module == sdk or (node.module or "").partition(".")[0] != "sagemaker", (
+                f"{module} imports the SageMaker SDK, which takes seconds; only {sdk} may"
+            )
             name = (node.module or "").removeprefix("sm_nanogpt.")
             if node.level:
                 name = f"entry_point.{name}".removesuffix(".")

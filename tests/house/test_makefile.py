@@ -65,5 +65,6 @@ def test_make_takes_the_pythons_that_the_project_declares():
     makefile = (ROOT / "Makefile").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     first, after_last = re.findall(r"\(3, (\d+)\)", makefile)
-    assert project["requires-python"] == f">=3.{first},<3.{after_last}"
-    assert f"Python 3.{first} to 3.{int(after_last) - 1} is" in makefile
+    advice = "Makefile, its message, and requires-python of pyproject.toml name the same Pythons"
+    assert project["requires-python"] == f">=3.{first},<3.{after_last}", advice
+    assert f"Python 3.{first} to 3.{int(after_last) - 1} is" in makefile, advice
