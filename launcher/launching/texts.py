@@ -12,8 +12,8 @@ from sm_nanogpt.launcher.job import SEARCH_VARIABLE, Request
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.channels import Channel, Texts, find_channel
 from sm_nanogpt.launcher.text.reading import File
-from sm_nanogpt.launcher.text.repeats import share_between, warn_of_repeats
-from sm_nanogpt.launcher.text.store import Upload, find_text, last_upload
+from sm_nanogpt.launcher.text.repeats import share_between, share_of_end, warn_of_repeats
+from sm_nanogpt.launcher.text.store import VALIDATION_FRACTION, Upload, find_text, last_upload
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,9 @@ def check_texts(channels: Texts, config: Any) -> None:
     if len(contents) < len(channels):
         logger.warning("validation is the text to train on: val_loss will not show memorizing")
     else:
-        warn_of_repeats(channels["data"].short_name, repeated_share_of(channels))
+        fraction = getattr(config, "validation_fraction", VALIDATION_FRACTION)
+        share = repeated_share_of(channels, fraction)
+        warn_of_repeats(channels["data"].short_name, share)
 
 
 def part_of(name: str, texts: Texts) -> str:
@@ -112,18 +114,27 @@ def warn_of_few_conversations(upload: Upload) -> None:
         logger.warning(f"{few}, {reason}", extra={"code": "base-first"})
 
 
-def repeated_share_of(channels: Texts) -> float | None:
+def repeated_share_of(
+    channels: Texts, validation_fraction: float = VALIDATION_FRACTION
+) -> float | None:
     """The share of the validation text, 0 to 1, that the training text contains; None if it was
     not measured.
 
-    For one text, its upload has recorded it. Two texts are compared here, if both are plain text on
-    this machine.
+    For one text, its upload has recorded it of the usual fraction. Of another fraction, and of two
+    texts, it is measured here, if they are plain text on this machine.
     """
     data = channels["data"]
     validation = channels.get("validation")
-    if validation is None:
-        return data.upload.repeated if data.upload else None
     files = files_of(data)
+    if validation is None:
+        upload = data.upload
+        if upload is None:
+            return None
+        if upload.train_tokens or validation_fraction == VALIDATION_FRACTION:
+            return upload.repeated
+        if not files:
+            return None
+        return share_of_end(files, upload.characters, validation_fraction)
     validation_files = files_of(validation)
     if not (files and validation_files and validation.upload):
         return None

@@ -79,14 +79,22 @@ def sampled_ranges(length: int, limit: int = SAMPLE) -> list[tuple[int, int]]:
 # -- plain text ------------------------------------------------------------------------------------
 
 
-def share_within_text(files: Sequence[File], n_characters: int) -> float:
-    """The share of the last tenth of a text, which validates, that the part before contains.
+def share_within_text(
+    files: Sequence[File], n_characters: int, validation_fraction: float = VALIDATION_FRACTION
+) -> float:
+    """The share of the end of a text, which validates, that the part before contains.
 
     n_characters is the length of the text.
     """
-    n_train = int(n_characters * (1 - VALIDATION_FRACTION))
+    n_train = int(n_characters * (1 - validation_fraction))
     validation = sample_of(files, n_train, n_characters - n_train)
     return repeated_share(training_of(files, n_train), validation, size_of(files))
+
+
+@cache  # all jobs of a sweep ask for it
+def share_of_end(files: tuple[File, ...], n_characters: int, validation_fraction: float) -> float:
+    """As share_within_text."""
+    return share_within_text(files, n_characters, validation_fraction)
 
 
 @cache  # all jobs of a sweep ask for it

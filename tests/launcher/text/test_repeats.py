@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import launching
 import pytest
@@ -79,12 +80,14 @@ def test_a_text_that_stands_twice_is_said_at_upload(cli, twice):
     assert WARNING in cli("upload-data", twice).good.err  # already in the store
 
 
-def prepare_launch(data: Path, home: Path, validation: Path | None = None) -> None:
+def prepare_launch(
+    data: Path, home: Path, validation: Path | None = None, **hyperparameters: Any
+) -> None:
     request = Request(
         instance="local",
         data=str(data),
         validation=None if validation is None else str(validation),
-        hyperparameters=launching.TINY,
+        hyperparameters={**launching.TINY, **hyperparameters},
     )
     prepare(request, Settings(home=home))
 
@@ -92,6 +95,16 @@ def prepare_launch(data: Path, home: Path, validation: Path | None = None) -> No
 def test_a_text_that_stands_twice_is_said_at_launch(home, twice, caplog):
     prepare_launch(twice, home)
     assert caplog.text.count(WARNING) == 1
+
+
+def test_another_fraction_is_measured_by_itself(home, tmp_path, caplog):
+    """The last tenth is new, and the quarter before it stands at the beginning."""
+    text = random_text(1) + random_text(1)[:6000] + random_text(2)[:3500]
+    (tmp_path / "data.txt").write_text(text)
+    prepare_launch(tmp_path / "data.txt", home)
+    assert WARNING not in caplog.text
+    prepare_launch(tmp_path / "data.txt", home, validation_fraction=0.25)
+    assert "of the validation text stands in the training text" in caplog.text
 
 
 def test_all_of_many_files_are_compared(tmp_path):
