@@ -26,6 +26,7 @@ from sm_nanogpt.launcher.text.sources import name_of, open_sources, temporary
 from sm_nanogpt.launcher.text.store import (
     Upload,
     find_upload,
+    has_new_store,
     is_uploaded,
     note_last_upload,
     upload_uri,
@@ -219,6 +220,8 @@ def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Pr
         upload = replace(upload, owner=owner_of_upload(settings))
     else:
         remove_leftovers(directory.rglob(TEMPORARY_FILES))  # those of an upload that was killed
+        if has_new_store(settings):
+            logger.info(f"new store: {settings.store}")
     expect(progress, upload.size)
     write_files(files, upload.uri, settings, progress)
     if digest_of(files) != upload.sha256:  # without a manifest, the upload is incomplete

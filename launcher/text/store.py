@@ -97,6 +97,18 @@ def check_store(settings: Settings) -> None:
             check_bucket(make_client(session, "s3", region), settings.store, "store", region)
 
 
+def has_new_store(settings: Settings) -> bool:
+    """True if the user set a directory as the store, and it does not exist yet."""
+    directory = storage.local_path(store_uri(settings.data_store))
+    return bool(settings.store) and directory is not None and not directory.exists()
+
+
+def check_store_exists(settings: Settings) -> None:
+    """Raise InputError if the store is a directory that does not exist, so nothing is in it."""
+    if has_new_store(settings):
+        raise InputError("there is no such directory", field="store", value=settings.store)
+
+
 def store_uri(store: str) -> str:
     """The URI of a store, which may be named by several paths, and has one URI."""
     return storage.to_uri(store).rstrip("/")
@@ -175,6 +187,7 @@ def find_text(typed: str, settings: Settings) -> str:
     """
     if not PART_OF_NAME.fullmatch(typed) or Path(typed).exists():
         return find_moved(typed, settings)
+    check_store_exists(settings)
     stores = (settings.local_store, with_store(settings).data_store)
     roots = [storage.join(store_uri(store), "data") for store in stores]
     if not UPLOAD_NAME.fullmatch(typed):
@@ -278,8 +291,9 @@ def last_upload(settings: Settings) -> str:
     """The URI of the last upload from this machine, which a launch takes by default.
 
     It went to the store of the settings, or stayed here because AWS could not be asked. Raises
-    InputError if there is none, or it is deleted or incomplete.
+    InputError if there is none, it is deleted or incomplete, or the store does not exist.
     """
+    check_store_exists(settings)
     uris = [find_moved(uri, settings) for uri in last_uploads(settings).read().values()]
     if settings.store:
         stores = {store_uri(settings.data_store)}

@@ -17,7 +17,14 @@ from sm_nanogpt.launcher.files.storage import Entry
 from sm_nanogpt.launcher.finding import Listing, similar_jobs
 from sm_nanogpt.launcher.sagemaker.stack import with_stack
 from sm_nanogpt.launcher.settings import Settings, load_settings
-from sm_nanogpt.launcher.text.store import Upload, choose, read_manifest, similar_uploads, store_uri
+from sm_nanogpt.launcher.text.store import (
+    Upload,
+    check_store_exists,
+    choose,
+    read_manifest,
+    similar_uploads,
+    store_uri,
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,8 @@ def uploads(settings: Settings | None = None) -> list[Stored]:
 
 
 def find_uploads(settings: Settings) -> tuple[list[Stored], InputError | ServiceError | None]:
-    """As `uploads`, except that an error is returned, with an incomplete list, and not raised."""
+    """As `uploads`, except that an error of AWS is returned, with an incomplete list."""
+    check_store_exists(settings)
     listing = Listing(settings, everyone=True)
     jobs = list(listing)
     listed: list[Stored] = []

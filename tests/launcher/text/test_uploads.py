@@ -217,10 +217,24 @@ def test_a_shared_store_gives_this_machines_upload(tmp_path, s3, source, short_t
 def test_an_upload_to_another_directory_is_not_taken(tmp_path, home, short_text_file):
     """Text stays in this machine's own store only where S3 cannot be asked."""
     upload_data(short_text_file, Settings(home=home))
+    (tmp_path / "other").mkdir()
     other = Settings(home=home, store=str(tmp_path / "other"))
     for settings in (other, other.with_offline(True)):
         with pytest.raises(InputError, match=r"nothing was uploaded to .*other from here"):
             last_upload(settings)
+
+
+def test_a_new_store_is_named_and_a_missing_one_has_nothing(home, cli, source, tmp_path):
+    typed = ("--store", "sotre")
+    missing = f"--store {tmp_path / 'sotre'}: there is no such directory"
+    launch = ("launch", "--instance", "local")
+    for command in ("data", launch, (*launch, "--data", "input"), ("delete", "input")):
+        assert cli(typed, command).failed(2, missing), command
+    assert not (tmp_path / "sotre").exists()
+    assert f"new store: {tmp_path / 'sotre'}\n" in cli(typed, "upload-data", source).good.err
+    assert "new store" not in cli(typed, "upload-data", source).good.err
+    assert cli(typed, "data").good.out
+    assert "new store" not in cli("upload-data", source).good.err  # that of the home
 
 
 def test_all_spellings_of_a_store_mean_the_same_store(home, cli, source, tmp_path):
