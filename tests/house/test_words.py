@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,11 @@ from sm_nanogpt.launcher.errors import InputError, ServiceError
 
 ROOT = Path(launcher.__file__).parent
 BELOW = sorted(path for path in ROOT.rglob("*.py") if path.parent.name != "cli")
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def all_options(command: click.Command) -> Iterator[str]:
@@ -42,7 +48,7 @@ def strings(tree: ast.AST) -> Iterator[str]:
 def test_no_message_below_the_cli_names_a_command():
     messages = []
     for path in BELOW:
-        for text in strings(ast.parse(path.read_text())):
+        for text in strings(tree_of(path)):
             names_option = OPTIONS & set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
             names_command = re.search(rf"`({COMMANDS})\b|sm-nanogpt ({COMMANDS})\b", text)
             if names_option or names_command:
@@ -56,7 +62,7 @@ def test_no_message_below_the_cli_names_a_command():
 def codes() -> Iterator[tuple[str, set[str]]]:
     """Each code that is given to an error or a log record, and the names of the facts with it."""
     for path in BELOW:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if not isinstance(node, (ast.Call, ast.Dict)):
                 continue
             arguments: dict[object, ast.expr] = {}
@@ -130,7 +136,7 @@ def test_a_hundred_lines_of_code_have_two_or_three_raise():
     for path in ROOT.rglob("*.py"):
         source = path.read_text()
         docstring_lines: set[int] = set()
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Raise):
                 n_raise += 1
             elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
