@@ -141,7 +141,8 @@ def copy(text_file, tmp_path):
 
     def start(command: str, **values: Any) -> Ended:
         small = command_line(data="input.txt", **{**SMALL, "max_steps": 3, **values})
-        env = environment(PATH=path, NANOGPT_FAULT="1:2:kill")
+        # torchrun leaves the logs of its ranks in the temporary directory.
+        env = environment(PATH=path, NANOGPT_FAULT="1:2:kill", TMPDIR=str(tmp_path))
         return run(["train.py", *small], cwd=tmp_path, env=env, command=command.split())
 
     return start

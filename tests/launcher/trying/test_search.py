@@ -394,6 +394,7 @@ def test_wrong_words_are_told_in_one_line(started, arguments, problem):
 def test_a_kill_at_any_moment_is_as_none(home, short_text_file, trained, tmp_path, monkeypatch):
     """The verdict comes after some kills; each leaves an intact ledger, and no process of a run."""
     monkeypatch.setattr(local, "LocalRuns", LOCAL_RUNS)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where a killed command leaves its own
     noise = random.SystemRandom()  # not that of the process that is forked
     monkeypatch.setattr(
         Judge, "score", lambda *args: Score(2.0 - gain_of(args[2]) + noise.gauss(0, 0.004), 3.0)
