@@ -8,7 +8,6 @@ import json
 import math
 import random
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -524,10 +523,14 @@ def test_the_model_of_a_run_has_no_moments(shared_search):
     assert not (shared_search.model / "moments").exists()
 
 
-def test_no_search_begins_where_runs_may_read(cli, text_file, monkeypatch):
-    monkeypatch.setenv("SM_NANOGPT_HOME", f"{sys.prefix}/lib/home")
+def test_no_search_begins_where_runs_may_read(cli, text_file, tmp_path, monkeypatch):
+    libraries = tmp_path / "lib"
+    libraries.mkdir()
+    (libraries / "libmine.so.1").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries))
+    monkeypatch.setenv("SM_NANOGPT_HOME", str(libraries / "home"))
     assert cli("try", "start", "s", "--text", text_file).failed(2, "SM_NANOGPT_HOME")
-    assert not Path(sys.prefix, "lib/home/tries").exists()
+    assert not (libraries / "home/tries").exists()
 
 
 def test_no_search_begins_with_a_text_that_runs_may_read(cli, home):
