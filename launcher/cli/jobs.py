@@ -167,6 +167,10 @@ def status_command(job_id: str, as_json: bool) -> None:
         print_curve(curve)
     if not job.is_running:
         note(next_step(job, settings))
+    elif job.search:
+        note(
+            f"it has no curve; `{command('logs', job_id)}` shows the runs of its search that ended"
+        )
     if job.status == "Failed":
         print_last_lines(list(tracked.logs(tail=10)))
 

@@ -256,6 +256,13 @@ def test_an_upload_that_colleagues_use_says_so(cloud, cli, become, two):
     assert "used by 2 jobs of user/ada and user/grace:\n" in ran.err
 
 
+def test_a_running_job_of_a_search_names_its_log(cloud, cli, short_text_file):
+    search = ("--environment", "NANOGPT_SEARCH=plays")
+    launch = ("launch", "--instance", "ml.g5.12xlarge", "--data", short_text_file)
+    job_id = cli(launch, search).good.out.strip()
+    assert f"`sm-nanogpt logs {job_id}` shows the runs" in cli("status", job_id).good.err
+
+
 def test_an_upload_to_s3_records_who_sent_it(cloud, cli, become, short_text_file):
     become("ada")
     uri = cli("upload-data", short_text_file).good.out.strip()
