@@ -228,7 +228,10 @@ def uses_aws(settings: Settings, instance: str | None) -> bool:
 
 
 def run_checks(settings: Settings, instance: str | None, train: bool) -> Iterator[Finding]:
-    """Run the checks of this machine, if `train`, and of the account, if jobs would use it."""
+    """Run the checks of the account, if jobs would use it.
+
+    If `train`, first check that this machine can train.
+    """
     checks: dict[str, Check] = {}
     if train:
         checks["local training"] = check_training

@@ -148,25 +148,26 @@ def with_one_space(content: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:
-    """The fraction of the bytes of texts, 0 to 1, that lie in runs of at least RUN bytes which the
-    training text contains.
+    """The fraction of the bytes of the texts, 0 to 1, that the training text also contains.
 
-    Texts are compared after each run of white space is replaced by one space. In the fraction, that
-    space counts as many bytes as it replaces.
+    A byte counts if it lies in a shared run of at least RUN bytes. Before the comparison, each run
+    of white space becomes one space, but the fraction counts all bytes of the run.
     """
     training, _ = with_one_space(training)
     spaced = [with_one_space(text) for text in texts]
     run_hashes = [hashes(text, RUN) for text, _ in spaced]
     # One call for all texts, as it reads the training text once.
     is_found = find_hashes(training, torch.cat(run_hashes), RUN).long()
-    found_in_texts = is_found.split([len(of_text) for of_text in run_hashes])
+    run_counts = [len(text_hashes) for text_hashes in run_hashes]
+    found_in_texts = is_found.split(run_counts)  # 1 where a run begins that is found
 
     n_shared = 0
     for (text, is_kept), begins in zip(spaced, found_in_texts, strict=True):
-        edges = torch.zeros(len(text) + 1, dtype=torch.int64)
-        edges[: len(begins)] += begins
-        edges[RUN : RUN + len(begins)] -= begins
-        is_shared = edges.cumsum(0) > 0
+        # A found run adds 1 to the depth at its first byte, and takes it back after its last.
+        depth_changes = torch.zeros(len(text) + 1, dtype=torch.int64)
+        depth_changes[: len(begins)] += begins
+        depth_changes[RUN : RUN + len(begins)] -= begins
+        is_shared = depth_changes.cumsum(0) > 0
         index_in_spaced = is_kept.cumsum(0) - 1  # for each byte of the original text
         n_shared += int(is_shared[index_in_spaced].sum())
     return n_shared / sum(map(len, texts))

@@ -101,7 +101,7 @@ def in_passes(cuts: Sequence[Sequence[Cut]], rng: Random) -> Iterator[list[Cut]]
 
 @dataclass(frozen=True)
 class ScoredWindow:
-    """A window that the first process scored.
+    """A window with its losses, as the process computed them that scored the whole texts.
 
     ids, and targets, the token that follows each id, are int64 [T]. positions are those whose
     losses count, and nats are these losses, float64 [len(positions)].
@@ -181,11 +181,10 @@ def rounds_by_length(worker: Worker, longest: int) -> bool:
 def find_difference(
     worker: Worker, scored: Sequence[ScoredWindow], cuts: Sequence[Cut], length: int
 ) -> float | None:
-    """Compare the losses at cuts with those of the first process. The worker gets rows of `length`
-    ids.
+    """Compare the losses at cuts with those of the windows, which another process computed.
 
-    Returns the largest difference, in nats, at the first cut that differs by more than rounding;
-    None if all cuts agree.
+    The worker gets rows of `length` ids. Returns the largest difference, in nats, of the first cut
+    that differs by more than rounding, or None.
     """
     logits = worker.logits(rows_of_cuts(cuts, scored, len(worker.tokenizer), length))
     targets = [scored[cut.window].targets[: cut.length] for cut in cuts]

@@ -87,8 +87,8 @@ class Anchor:
 
 
 # The anchors by the field of Evaluation that holds their value, in the order in which they are
-# shown. In `measures`, the function with the name of the field measures it. If an anchor is removed
-# here, its field stays in Evaluation, so that older evaluations can be read.
+# shown. `measures` measures them. If an anchor is removed here, its field stays in Evaluation, so
+# that older evaluations can be read.
 ANCHORS = {
     "xz": Anchor("xz"),
     "ngram": Anchor("5-gram of the training text"),

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from sm_nanogpt.launcher.judge import anchors
-from sm_nanogpt.launcher.judge.evaluation import ANCHORS
 from sm_nanogpt.launcher.judge.score import losses, whole_document
 from sm_nanogpt.launcher.judge.texts import Encoded, TrainingText, encode
 from sm_nanogpt.launcher.judge.worker import Worker
@@ -52,12 +51,14 @@ class Subject:
 
 
 def measure_anchors(subject: Subject) -> dict[str, Any]:
-    """Measure each anchor of the table; return the values by their fields of Evaluation."""
-    values = {}
-    for name in ANCHORS:
-        measure = globals()[name]
-        values[name] = measure(subject)
-    return values
+    """Measure each anchor; return the values by their fields of Evaluation."""
+    return {
+        "xz": xz(subject),
+        "ngram": ngram(subject),
+        "validation": validation(subject),
+        "overlap": overlap(subject),
+        "copied": copied(subject),
+    }
 
 
 def xz(subject: Subject) -> float | None:

@@ -136,13 +136,12 @@ def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
 def encode_known(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
     """Encode texts as ids, without the characters that a model of characters has never seen.
 
-    An unknown character costs as much as an escape, and then its bytes, of which all values are
-    equally likely. The probability of an escape is the share of unknown characters in the texts,
-    and the known characters share the rest. So the sum of all losses is the length of a code that
-    can be decoded.
+    An unknown character costs an escape and its bytes, of which all values are equally likely. The
+    probability of an escape is the share of unknown characters in the texts; known characters have
+    the rest. So the losses add up to the length of a code from which the texts can be decoded.
 
-    Raises InputError for conversations, for a text of which the model knows no character, and for
-    one that ends its lines in CRLF where the model has only seen LF.
+    Raises InputError if conversations have unknown characters, if the model knows no character of a
+    text, and if a text ends its lines in CRLF where the model has only seen LF.
     """
     unknown = set[str]()
     for text in texts:

@@ -69,9 +69,11 @@ class Budget:
                 raise Refused(f"takes {ratio:.2f}x the {description} of the search's first folder")
 
     def slowdown(self, base: str, seeds: Sequence[int], kind: str) -> float:
-        """How many times as long the base's runs with these seeds took as its other runs: 1 to 2.
+        """The mean time of the base's runs with these seeds over that of its other runs,
+        but at least 1 and at most 2.
 
-        On a busy machine a program computes for longer, since others use its caches and its core.
+        On a busy machine, other programs use the caches and the core, so a run computes for longer.
+        kind: a key of TIMES.
         """
         times = list[float]()
         other_times = list[float]()

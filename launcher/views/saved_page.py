@@ -210,8 +210,10 @@ def describe_copies(n_bytes: int) -> str:
 
 
 def describe_moments(moments: Sequence[Moment], n_kept: int, limit: int | None) -> str:
-    """Describe which of the n_kept moments a page shows, and that a limit in bytes allowed no more,
-    if it did not."""
+    """Describe which of the n_kept moments of a run a page shows.
+
+    limit: the bytes that the page may have; None if the user chose the number of moments.
+    """
     if not n_kept:
         return "the run kept none"
     shown = "the end alone"
