@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from sm_nanogpt.entry_point.waiting import limit_spinning
+
 LONG = ("contract", "e2e", "slow")  # directories
 LONGEST = ("test_wheel", "test_search_jobs", "test_day")  # one test of each takes a minute
 # Tests make and delete many small files, which takes half of their time on a disk.
@@ -19,6 +21,9 @@ MEMORY_NEEDED = 8 << 30  # bytes
 
 # Modules hold a million objects. To look for garbage among them took a quarter of the tests' time.
 gc.set_threshold(100_000, 20, 20)
+
+# As in train.py: threads that wait for each other leave the cores to other tests. Before torch.
+limit_spinning()
 
 # A script that puts the tests in the background makes them deaf to Ctrl-C, and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
