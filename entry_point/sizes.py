@@ -43,7 +43,8 @@ def hyperparameters_for_size(
     context = min(context, max(16, tokens // 12 // 8 * 8))  # the validation text has to fill one
     context = 1024 if chats else context  # a conversation has to fit, and its row may be padded
     rows = (600 * size + 5 * size**4.4) / context
-    batch = max(1, round(rows)) if rows < 4 else 2 ** round(math.log2(rows))
+    # Few rows are rounded down: a short text gains more by more steps than by larger ones.
+    batch = max(1, int(rows)) if rows < 4 else 2 ** round(math.log2(rows))
     batch = math.ceil(batch / ranks) * ranks
     steps = max(
         20, round(min(tokens_worth_training(size), MOST_READINGS * tokens) / (batch * context))

@@ -252,6 +252,12 @@ def test_the_dial_is_smooth():
                 assert 0.6 < other / one < 1.8, name
 
 
+def test_few_rows_are_rounded_down_for_more_steps():
+    """600 N + 5 N^4.4 tokens are 1.6, 2.6 and 2.55 rows of these contexts."""
+    rows = {size: hyperparameters_for_size(size, 54_000)["batch_size"] for size in (0.5, 1.1, 2)}
+    assert rows == {0.5: 1, 1.1: 2, 2: 2}
+
+
 @pytest.mark.parametrize("preset, size, tokens", [("baby", 6, 1e6), ("gpt2", 12, 5e9)])
 def test_the_dial_meets_the_presets_for_gpus(preset, size, tokens):
     ours, theirs = Config(**hyperparameters_for_size(size, int(tokens))), make_config({}, preset)
