@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from sm_nanogpt.launcher.backends import LOCAL, backend_class
+from sm_nanogpt.launcher.backends import LOCAL, Backend, backend_class
 from sm_nanogpt.launcher.errors import InputError, about, did_you_mean, must_be
 from sm_nanogpt.launcher.files.documents import Bytes, Document, Number, Scalar
 from sm_nanogpt.launcher.instances import types_of
@@ -134,7 +134,7 @@ class Request(TrainingRequest):
         """Yield fields that cannot be combined, or are invalid, with their values, and why."""
         if not (self.instances or self.resume):
             yield "instance", None, "must be given: local, or a type such as ml.g5.12xlarge"
-        yield from backend_class(self.instance or "").problems(self)
+        yield from self.backend_class.problems(self)
         for name in ("size", "preset", "resume", "init_from"):
             if name not in self.explicit_fields():
                 continue
@@ -165,6 +165,15 @@ class Request(TrainingRequest):
         new._inherited = self._inherited
         new._source = self._source
         return new
+
+    @property
+    def instance_name(self) -> str:
+        """The instance; '' for that of the resumed job, which counts as SageMaker's until then."""
+        return self.instance or ""
+
+    @property
+    def backend_class(self) -> type[Backend]:
+        return backend_class(self.instance_name)
 
     @property
     def instances(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import IO, Any
 
-from sm_nanogpt.launcher.backends import backend_class, backend_for
+from sm_nanogpt.launcher.backends import backend_for
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.groups.find import JobGroup, find_group
@@ -40,7 +40,7 @@ class SweepPlan:
         self.lock = lock
         self.ledger = SweepLedger(group.id, settings)
         self.ledger.ceiling = sweep.ceiling
-        self.backend = backend_for(sweep.job.instance or "", settings)
+        self.backend = backend_for(sweep.job.instance_name, settings)
         self.plans = dict[int, Plan]()
         self.unaffordable = dict[int, CeilingTooLow]()
 
@@ -210,7 +210,7 @@ def plan_sweep(
     check_name(request, settings)
     if request.name is not None:  # jobs that continue the sweep have names too
         request.replaced(name=f"{request.name}-{len(members)}-try99")
-    shares_cores = backend_class(request.instance or "").shares_cores
+    shares_cores = request.backend_class.shares_cores
     if shares_cores and parallel > 1 and request.processes_per_instance is None:
         request = request.model_copy(update={"processes_per_instance": 1})
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sm_nanogpt.launcher.aws import Offline
-from sm_nanogpt.launcher.backends import Backend, backend_class, backend_for, rents_gpus
+from sm_nanogpt.launcher.backends import Backend, backend_for, rents_gpus
 from sm_nanogpt.launcher.errors import InputError, about
 from sm_nanogpt.launcher.finding import Listing, remote_launches
 from sm_nanogpt.launcher.job import Expected, Request, TrainingJob
@@ -87,7 +87,7 @@ class Draft:
 
     def choose_backend(self) -> None:
         """Choose where the job runs, and take the store and other defaults from its settings."""
-        self.backend = backend_for(self.request.instance or "", self.settings)
+        self.backend = backend_for(self.request.instance_name, self.settings)
         self.backend.settings = self.backend.launch_settings()
         if self.backend.is_remote:
             self.settings = self.backend.settings
@@ -118,7 +118,7 @@ class Draft:
         if request.size is not None or request.has_open_size:
             return
         continues = self.original.resume is not None or self.original.init_from is not None
-        if request.preset is None and not continues and rents_gpus(request.instance or ""):
+        if request.preset is None and not continues and rents_gpus(request.instance_name):
             self.change_request(preset="baby")
         self.request.config(world_size=1)  # raises for a mistake before a long text is read
 
@@ -154,7 +154,7 @@ class Draft:
         for name, channel in self.texts.items():
             choices[name] = channel.uri
         choices["source_sha256"] = self.request.source.sha256
-        launcher = self.backend.default_launcher(self.request.instance or "")
+        launcher = self.backend.default_launcher(self.request.instance_name)
         if launcher is not None:
             choices.setdefault("launcher", launcher)
         self.job = TrainingJob(**choices, base=self.base)
@@ -259,7 +259,7 @@ def check_name(request: Request, settings: Settings) -> None:
     """Raise InputError if a job of the caller, or a sweep of this machine, has the name."""
     if request.name is None:
         return
-    is_remote = backend_class(request.instance or "").is_remote
+    is_remote = request.backend_class.is_remote
     owner = recorded_group(request.name, settings)
     listing = Listing(settings, name=request.name)
     if owner is None:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sm_nanogpt.launcher.backends import backend_class
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.documents import Scalar
 from sm_nanogpt.launcher.job import Request
@@ -110,7 +109,7 @@ def with_logged_size(request: Request, size: float, length: TextLength) -> Reque
 
 def with_size(request: Request, size: float, length: TextLength) -> Request:
     """The request with the hyperparameters of a size, except those that the request sets."""
-    n_ranks = backend_class(request.instance or "").count_ranks(request)
+    n_ranks = request.backend_class.count_ranks(request)
     with request.source.user_errors():
         sizes = request.source.module("sizes")
         values = sizes.hyperparameters_for_size(size, length.n_tokens, length.is_of_chats, n_ranks)
@@ -155,8 +154,7 @@ def has_tuned_rates(request: Request) -> bool:
 
 def size_by_text(request: Request, n_tokens: int) -> float:
     """The largest size for which a text is long enough; on a CPU, at most LARGEST_ON_CPU."""
-    instance = request.instance or ""
-    has_gpus = backend_class(instance).has_gpus(instance)
+    has_gpus = request.backend_class.has_gpus(request.instance_name)
     limit = AUTO_SIZES[-1] if has_gpus else LARGEST_ON_CPU
     sizes = [size for size in AUTO_SIZES if size <= limit]
     return largest_readable(sizes, request, n_tokens)

@@ -68,7 +68,7 @@ def begin_search(
     target = directory_of(name, settings)
     check_directory(target)
     check_unused(name, target)
-    run_maker_class(request.instance or "")
+    run_maker_class(request.instance_name)
     draft = fill(with_one_generation(request), settings)
     job = draft.job
     config = job.config(world_size=1)
