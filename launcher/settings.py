@@ -238,7 +238,7 @@ def has_aws_file(variable: str, default: str) -> bool:
 
 
 def location_problem(location: str) -> str:
-    """Why a location cannot have files, such as `s3://` from an unset variable; or ''."""
+    """What is wrong with a location, as the rest of a sentence on it; '' if nothing is."""
     scheme, _, path = location.partition(":")
     if scheme == "s3":
         # Buckets from before 2018 may have capitals and underscores.
@@ -250,10 +250,10 @@ def location_problem(location: str) -> str:
     if location.startswith("file:///"):
         return ""
     if path.startswith("//") or scheme in ("arn", "file"):
-        advice = "use s3://bucket/prefix or a local directory or file"
+        problem = "is no location of files; use s3://bucket/prefix or a local path"
         if scheme in ("http", "https"):
-            advice += " (download it first)"
-        return advice
+            problem += " (download it first)"
+        return problem
     return ""
 
 

@@ -318,9 +318,9 @@ def chat_command(model: str, system: str | None, entry_point: Path | None, **sam
     """
     _, loaded, tokenizer = open_model(model, settings_of(), entry_point)
     from sm_nanogpt.launcher.models.chat import Chat, Message
-    from sm_nanogpt.launcher.models.sample import stream_samples
+    from sm_nanogpt.launcher.models.sample import check_sampling
 
-    stream_samples(loaded, tokenizer, **sampling)  # refuses a wrong option before a line is typed
+    check_sampling(**sampling)  # before a line is typed
     messages = [Message("system", system)] if system else []
     if tokenizer.chats:
         chat = Chat(loaded, tokenizer)

@@ -190,17 +190,19 @@ def variable_names() -> list[str]:
 
 def harmless_variables() -> dict[str, str]:
     """The variables of this process that have no secret, and are too short to have data."""
-    env = {}
+    env: dict[str, str] = {}
     for name in variable_names():
-        value = os.environ.get(name, "")
-        if value and len(os.fsencode(value)) <= LONGEST_VALUE:
-            env[name] = value
-    programs = [path for path in directories_of("PATH") if is_readable(Path(path))]
-    for name, directories in {"PATH": programs, "LD_LIBRARY_PATH": library_directories()}.items():
-        value = os.pathsep.join(directories)
-        if value and len(os.fsencode(value)) <= LONGEST_PATHS:
-            env[name] = value
+        add_if_short(env, name, os.environ.get(name, ""), LONGEST_VALUE)
+    command_directories = [path for path in directories_of("PATH") if is_readable(Path(path))]
+    add_if_short(env, "PATH", os.pathsep.join(command_directories), LONGEST_PATHS)
+    add_if_short(env, "LD_LIBRARY_PATH", os.pathsep.join(library_directories()), LONGEST_PATHS)
     return env
+
+
+def add_if_short(env: dict[str, str], name: str, value: str, max_bytes: int) -> None:
+    """Add a variable to the environment, unless it is empty or longer than max_bytes."""
+    if value and len(os.fsencode(value)) <= max_bytes:
+        env[name] = value
 
 
 def directories_of(name: str) -> list[str]:

@@ -18,6 +18,27 @@ from sm_nanogpt.launcher.models.load import is_edited
 from sm_nanogpt.launcher.values import is_utf8
 
 
+def check_sampling(
+    max_new_tokens: int = 500,
+    num_samples: int = 1,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1337,
+) -> None:
+    """Raise InputError if an argument of stream_samples is out of range."""
+    for name, value, is_valid, valid_values in (
+        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+        ("num_samples", num_samples, 1 <= num_samples <= 10_000, "from 1 to 10,000"),
+        ("temperature", temperature, 0 <= temperature < float("inf"), "a number, at least 0"),
+        ("top_k", top_k, top_k >= 0, "at least 0 (0: all)"),
+        ("top_p", top_p, 0 < top_p <= 1, "over 0 and at most 1"),
+        ("seed", seed, 0 <= seed < 1 << 63, "from 0 to 2**63 - 1"),
+    ):
+        if not is_valid:
+            raise InputError(f"must be {valid_values}", field=name, value=value)
+
+
 def stream_samples(
     model: GPT,
     tokenizer: Tokenizer,
@@ -43,16 +64,7 @@ def stream_samples(
         InputError: the prompt is empty or has characters that are not in the vocabulary, or a
             number is out of range.
     """
-    for name, value, is_valid, valid_values in (
-        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
-        ("num_samples", num_samples, 1 <= num_samples <= 10_000, "from 1 to 10,000"),
-        ("temperature", temperature, 0 <= temperature < float("inf"), "a number, at least 0"),
-        ("top_k", top_k, top_k >= 0, "at least 0 (0: all)"),
-        ("top_p", top_p, 0 < top_p <= 1, "over 0 and at most 1"),
-        ("seed", seed, 0 <= seed < 1 << 63, "from 0 to 2**63 - 1"),
-    ):
-        if not is_valid:
-            raise InputError(f"must be {valid_values}", field=name, value=value)
+    check_sampling(max_new_tokens, num_samples, temperature, top_k, top_p, seed)
     if prompt is None:
         prompt = [tokenizer.start]
     if isinstance(prompt, str):

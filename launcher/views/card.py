@@ -21,16 +21,15 @@ def card(job: JobDescription, curve: Curve | None) -> str:
 
 def drawing(curve: Curve) -> str:
     """The losses as SVG. The training loss is pale, and the validation loss is strong."""
-    lines = {0.4: curve.points("train_loss"), 1.0: curve.points("val_loss")}  # by opacity
-    points = [point for line in lines.values() for point in line]
+    training = curve.points("train_loss")
+    validation = curve.points("val_loss")
+    points = [*training, *validation]
     if len(points) < 2:
         return ""
     last_step = max(step for step, _ in points) or 1
     losses = [loss for _, loss in points]
     low, high = min(losses), max(losses)
-    shapes = ""
-    for opacity, line in lines.items():
-        shapes += polyline(line, opacity)
+    shapes = polyline(training, opacity=0.4) + polyline(validation, opacity=1)
     box = f'viewBox="0 {-high} {last_step} {high - low or 1}" preserveAspectRatio="none"'
     drawn = f'<svg width="480" height="130" overflow="visible" {box}>{shapes}</svg>'
     caption = f"val_loss strong, train_loss pale: {high:.2f} to {low:.2f} in {last_step} steps"
