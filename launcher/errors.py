@@ -2,7 +2,7 @@
 
 A message names an argument as the library does, `max_wait=60`, and not the option. Below
 launcher.cli, no message names a command or an option. launcher.cli.remedies has those, by code. It
-also writes the option in place of another field of a request, which a message has in backticks.
+also writes the option in place of another argument, which a message has as `resume=`.
 """
 
 from __future__ import annotations

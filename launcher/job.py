@@ -138,13 +138,13 @@ class Request(TrainingRequest):
         for name in ("size", "preset", "resume", "init_from"):
             if name not in self.explicit_fields():
                 continue
-            problem = f"`{name}` sets the size of the model too; give one of the two"
+            problem = f"`{name}=` sets the size of the model too; give one of the two"
             if self.size is not None and name != "size":
                 yield "size", f"{self.size:g}", problem
             if self.fit is not None:
                 yield "fit", in_units(self.fit), problem
         if self.preset == "auto" and self.init_from is not None:
-            yield "preset", "auto", "is for a new model, without `init_from`"
+            yield "preset", "auto", "is for a new model, without `init_from=`"
         if self.name is not None and not NAME.fullmatch(self.name):
             rule = "start with a letter or digit, and not be `latest` or like an id"
             characters = "at most 63 letters, digits, dots, dashes and underscores"

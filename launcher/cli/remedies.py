@@ -265,15 +265,15 @@ def remedies(error: object) -> list[str]:
 
 
 def with_options(problem: str) -> str:
-    """A problem with the options of the fields of a request that it has in backticks."""
-    if "`" not in problem:
+    """A problem with options in place of the arguments that it names, such as `resume=`."""
+    if "=`" not in problem:
         return problem
     from sm_nanogpt.launcher.job import Request
 
     def option_of(match: re.Match[str]) -> str:
         return option(match[1]) if match[1] in Request.model_fields else match[0]
 
-    return re.sub(r"`(\w+)`", option_of, problem)
+    return re.sub(r"`(\w+)=`", option_of, problem)
 
 
 def sentence(error: LauncherError) -> str:

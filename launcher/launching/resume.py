@@ -48,7 +48,7 @@ def find_earlier_job(request: Request, settings: Settings) -> EarlierJob | None:
         new_run_fields["preset"] = request.preset
     for name, value in new_run_fields.items():
         if value is not None:
-            raise InputError("is for a new run, without `resume`", field=name, value=value)
+            raise InputError("is for a new run, without `resume=`", field=name, value=value)
 
     backend, description = find(request.resume, settings.with_offline(False))
     if description.is_running:

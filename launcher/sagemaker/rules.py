@@ -22,7 +22,7 @@ def problems_of(request: Request) -> Iterator[Problem]:
     if request.instances and request.processes_per_instance is not None:
         yield "processes_per_instance", None, "is for local; SageMaker takes one per GPU"
     if request.image_uri is not None and "pytorch_version" in request.explicit_fields():
-        yield "pytorch_version", None, "is for AWS's image; `image_uri` names another"
+        yield "pytorch_version", None, "is for AWS's image; `image_uri=` names another"
     yield from spot_problems(request)
     if bool(request.subnets) != bool(request.security_group_ids):
         name = "subnets" if request.subnets else "security_group_ids"

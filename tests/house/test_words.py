@@ -114,11 +114,13 @@ def test_an_error_is_said_by_its_option():
     assert sentence(error) == "--max-wait 5: must be at least 60"
 
 
-def test_another_field_is_said_by_its_option():
-    error = InputError("is for one image; `image_uri` names another", field="preset", value="auto")
-    assert str(error) == "preset=auto: is for one image; `image_uri` names another"
+def test_another_argument_is_said_by_its_option():
+    error = InputError("is for one image; `image_uri=` names another", field="preset", value="auto")
+    assert str(error) == "preset=auto: is for one image; `image_uri=` names another"
     assert sentence(error) == "--preset auto: is for one image; --image-uri names another"
     assert sentence(InputError("must not be `latest`")) == "must not be `latest`"
+    column = InputError("reviews.csv: two columns are called `name`")
+    assert sentence(column) == str(column)
 
 
 def test_a_remedy_has_the_facts_of_its_error(monkeypatch):

@@ -117,8 +117,8 @@ def test_bytes_are_a_number_with_a_unit():
     [
         ({"fit": "1 tome"}, "must be a number of bytes"),
         ({"fit": "0kB"}, "must be more than 0"),
-        ({"preset": "cpu"}, "`preset` sets the size of the model too"),
-        ({"resume": "latest"}, "`resume` sets the size of the model too"),
+        ({"preset": "cpu"}, "`preset=` sets the size of the model too"),
+        ({"resume": "latest"}, "`resume=` sets the size of the model too"),
     ],
 )
 def test_a_fit_goes_with_nothing_that_sets_a_size(fields, problem):
