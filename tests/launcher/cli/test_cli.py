@@ -153,6 +153,12 @@ def test_an_error_within_a_command_is_one_line(
     assert capsys.readouterr().err == f"{message}\n"
 
 
+def test_a_path_that_may_not_be_read_is_wrong_input(cli, monkeypatch):
+    error = PermissionError(errno.EACCES, "Permission denied", "closed/text.txt")
+    monkeypatch.setattr("sm_nanogpt.launcher.tracking.with_costs", Mock(side_effect=error))
+    assert cli("jobs").failed(2, "closed/text.txt: permission denied")
+
+
 @pytest.mark.parametrize(
     ("sign", "handler", "code"),
     [
