@@ -106,7 +106,7 @@ REMEDIES: dict[str, str] = {
     "another-kind": "without `--validation FILE`, the last tenth of a text validates: give another"
     " one, or mix the text",
     "text-repeats": "leave out what stands there twice",
-    "give-encoding": "`upload-data --encoding {encoding}` converts it",
+    "give-encoding": "`upload-data` and `eval` read it with `--encoding {encoding}`",
     "mend-utf8": "no other encoding fits the rest: repair it, or `iconv -c -f utf-8 -t utf-8 FILE"
     " > NEW-FILE` leaves it out",
     "leave-out-zeros": r"`tr -d '\000' < FILE > NEW-FILE` leaves zeros out",

@@ -24,7 +24,7 @@ import pytest
 from sm_nanogpt import Request, ServiceError
 from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.launcher import cli as commands
-from sm_nanogpt.launcher.cli.remedies import command, option
+from sm_nanogpt.launcher.cli.remedies import REMEDIES, command, option
 from sm_nanogpt.launcher.job import COMMON_FIELDS
 
 GROUP = "sm-nanogpt-20260101-000000-abcdef"
@@ -151,6 +151,16 @@ def test_an_error_within_a_command_is_one_line(
     monkeypatch.setattr(f"sm_nanogpt.launcher.tracking.{failing}", Mock(side_effect=error))
     assert commands.run(arguments.split()) == 1
     assert capsys.readouterr().err == f"{message}\n"
+
+
+def test_the_advice_for_an_encoding_names_each_command_that_takes_one():
+    takers = [
+        name
+        for name, taker in commands.cli.commands.items()
+        if "encoding" in [parameter.name for parameter in taker.params]
+    ]
+    assert "upload-data" in takers
+    assert all(f"`{name}`" in REMEDIES["give-encoding"] for name in takers)
 
 
 def test_a_path_that_may_not_be_read_is_wrong_input(cli, monkeypatch):
