@@ -69,6 +69,7 @@ REMEDIES: dict[str, str] = {
     "no-such-sweep": "the id of a sweep is that of its jobs without the number at the end, and"
     " `{sm} launch --sweep KEY=V1,V2` starts one",
     "sweep-of-one": "to start the jobs of a sweep from its weights, use --init-from {job_id}",
+    "go-on-with-search": "`{sm} try start {search}` goes on with it",
     "no-search": "`{sm} try start NAME` begins one",
     "swept-and-set": "leave it out of --sweep, or of --set, --config, --seeds, --size and --preset",
     # models, views

@@ -173,13 +173,11 @@ def check_directory(directory: Path) -> None:
 
 
 def check_unused(name: str, directory: Path) -> None:
-    """Raise InputError if a search has measured its base, or a command is measuring it."""
-    if SearchLedger(directory).of("base") or locks.is_locked(directory / HELD):
-        raise name_taken(name, directory)
-
-
-def name_taken(name: str, directory: Path) -> InputError:
-    return InputError(f"there is a search {name}; take another name, or delete {directory}")
+    """Raise InputError if a search has measured its base, or a command uses it."""
+    if locks.is_locked(directory / HELD):
+        raise InputError(f"another command uses search {name}; wait for it, or take another name")
+    if SearchLedger(directory).of("base"):
+        raise InputError(f"there is a search {name}; take another name, or delete {directory}")
 
 
 def unfinished_search(name: str, settings: Settings) -> Search | None:
@@ -210,7 +208,8 @@ def remove_different(name: str, start: Entry, settings: Settings) -> None:
         if not differences:
             return
     if not remove_unfinished(directory):
-        raise name_taken(name, directory)
+        problem = f"search {name}, which began otherwise, is in use or has a job"
+        raise InputError(f"{problem}; take another name", "go-on-with-search", search=name)
     if differences:
         runs = counted(len(ledger.runs), "run")
         others = " and ".join(sorted(differences))

@@ -510,12 +510,29 @@ def test_the_same_start_goes_on(interrupted, cli, home):
     assert opened(home).ledger.of("run")[:1] == first_run
 
 
-def test_a_search_that_a_command_uses_is_not_begun_anew(cli, home, short_text_file, trained):
+@pytest.mark.parametrize(
+    "shared, problem",
+    [(False, "another command uses search plays"), (True, "search plays, which began otherwise")],
+)
+def test_a_search_that_a_command_uses_is_not_begun_anew(
+    shared, problem, cli, home, short_text_file, trained
+):
     request = Request(instance="local", preset="quick", data=str(short_text_file))
-    with begin_search("plays", request, Settings(home=home), 0.01, None).held(shared=True):
+    with begin_search("plays", request, Settings(home=home), 0.01, None).held(shared):
         again = cli("try", "start", "plays", "--text", short_text_file)
-        assert again.failed(2, "there is a search plays")
+        assert again.failed(2, problem)
+        assert "delete" not in again.error
     assert len(opened(home).ledger.entries) == 1
+
+
+def test_another_start_removes_no_search_that_has_sent_a_job(interrupted, cli, home):
+    _, command = interrupted
+    opened(home).ledger.add("sent", job_id="a-job")
+    entries = opened(home).ledger.entries
+    ran = cli(command, "--smallest-gain", "0.01")
+    assert ran.failed(2, "`sm-nanogpt try start plays` goes on")
+    assert "delete" not in ran.error
+    assert opened(home).ledger.entries == entries
 
 
 def test_a_base_that_does_not_train_leaves_no_name_taken(
