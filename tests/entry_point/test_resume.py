@@ -218,7 +218,7 @@ def test_a_disk_full_amid_a_checkpoint_ends_all_ranks(tmp_path, text_file):
     limited = ("bash", "-c", 'ulimit -f 600; exec "$@"', "bash", sys.executable, str(SCRIPT))
     values: dict[str, Any] = dict(n_embd=64, processes=2, hang_seconds=600, command=limited)
     end = trained(tmp_path, status=1, data=text_file, out="out", **values)
-    message = r"TrainingError: cannot write .*/checkpoint-00000005\.\w+: File too large"
+    message = r"TrainingError: cannot write .*/checkpoint-00000005\.\w+: file too large"
     assert re.fullmatch(message, end.last_line)
     assert not list((tmp_path / "out/checkpoints").glob("checkpoint-*"))
 
