@@ -355,6 +355,8 @@ def course_of(plan: Plan) -> str:
     n_steps = total_steps(plan.request["hyperparameters"]) or 0  # an edited folder may have none
     processes = counted(plan.request["processes_per_host"], "process")
     course = f"it would be {n_steps:,} steps in {processes}"
+    if plan.job.resume is not None:
+        course = f"it would go on to step {n_steps:,} in {processes}"
     if plan.job.expected is None:  # no run of a forecast
         return course
     for row in forecast_rows(plan.job, plan.channels, plan.settings):

@@ -57,6 +57,12 @@ def test_resuming_with_unfit_options_starts_nothing(job, resume, arguments, code
     assert jobs_in(job.home) == [job.job_id]
 
 
+def test_a_dry_run_of_a_resumed_job_says_where_it_would_end(job, resume):
+    ran = resume("--set", "max_steps=15", "--dry-run").good
+    assert "go on to step 15 in 1 process" in ran.err
+    assert jobs_in(job.home) == [job.job_id]
+
+
 def test_the_model_of_the_last_generation_starts_a_new_run(job, resume):
     set_hyperparameters(job, generations=2, max_steps=5)
     assert resume().failed(2, f"`sm-nanogpt launch --init-from {job.job_id}`")
