@@ -153,7 +153,7 @@ def test_an_error_within_a_command_is_one_line(
     assert capsys.readouterr().err == f"{message}\n"
 
 
-def test_the_advice_for_an_encoding_names_each_command_that_takes_one():
+def test_each_command_with_an_encoding_is_in_its_advice():
     takers = [
         name
         for name, taker in commands.cli.commands.items()
