@@ -19,12 +19,12 @@ from sm_nanogpt.launcher.values import is_utf8
 
 
 def check_sampling(
-    max_new_tokens: int = 500,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
     num_samples: int = 1,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 1337,
 ) -> None:
     """Raise InputError if an argument of stream_samples is out of range."""
     for name, value, is_valid, valid_values in (
@@ -64,7 +64,7 @@ def stream_samples(
         InputError: the prompt is empty or has characters that are not in the vocabulary, or a
             number is out of range.
     """
-    check_sampling(max_new_tokens, num_samples, temperature, top_k, top_p, seed)
+    check_sampling(max_new_tokens, temperature, top_k, top_p, seed, num_samples)
     if prompt is None:
         prompt = [tokenizer.start]
     if isinstance(prompt, str):
