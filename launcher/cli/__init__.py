@@ -158,8 +158,7 @@ def run(arguments: list[str] | None = None) -> int:
             traceback.print_exc()
         with root or nullcontext():
             note(f"error: {' '.join(message_of(error).splitlines())}")
-        is_wrong_input = isinstance(error, (InputError, click.ClickException))
-        return 2 if is_wrong_input or is_closed_path(error) else 1
+        return 2 if isinstance(error, (InputError, click.ClickException)) else 1
 
 
 def prepare_streams() -> None:
@@ -206,11 +205,6 @@ def signals_as_ctrl_c() -> Iterator[None]:
             signal.signal(sign, handler)
 
 
-def is_closed_path(error: Exception) -> bool:
-    """Whether the user may not read a path, or a directory above it."""
-    return isinstance(error, PermissionError) and error.filename is not None
-
-
 def message_of(error: Exception) -> str:
     """What is printed of an error."""
     if isinstance(error, click.ClickException):
@@ -219,7 +213,7 @@ def message_of(error: Exception) -> str:
         return sentence(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"cannot write {error.filename or 'the result'}: {os_reason(error)}"
-    if isinstance(error, OSError) and is_closed_path(error):
+    if isinstance(error, PermissionError) and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {os_reason(error)}"
     return f"{type(error).__name__}: {error}; `sm-nanogpt --debug ...` shows where"
 

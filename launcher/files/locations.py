@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.settings import expand_user, location_problem
 
@@ -21,7 +22,8 @@ def to_uri(location: str | Path) -> str:
 def path_of(typed: str | Path) -> Path:
     """Return the path that a user typed, with the home directory in place of `~`.
 
-    Raises InputError if it is empty, or so long that it must be a text.
+    Raises InputError if it is empty, or so long that it must be a text, or below a directory that
+    the user may not read.
     """
     text = str(typed)
     if not text:
@@ -30,7 +32,14 @@ def path_of(typed: str | Path) -> Path:
     if longest_name > MAX_NAME or len(text) > MAX_PATH:
         beginning = " ".join(text[:40].split())
         raise InputError(f"{beginning!r}... is a text, not a path: write it to a file")
-    return expand_user(typed)
+    path = expand_user(typed)
+    try:
+        path.stat()
+    except PermissionError as error:
+        raise InputError(f"{typed}: {os_reason(error)}") from None
+    except OSError:  # there is nothing yet, or a command reads it and says what is wrong
+        pass
+    return path
 
 
 def local_path(location: str) -> Path | None:

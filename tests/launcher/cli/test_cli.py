@@ -163,10 +163,10 @@ def test_each_command_with_an_encoding_is_in_its_advice():
     assert all(f"`{name}`" in REMEDIES["give-encoding"] for name in takers)
 
 
-def test_a_path_that_may_not_be_read_is_wrong_input(cli, monkeypatch):
-    error = PermissionError(errno.EACCES, "Permission denied", "closed/text.txt")
+def test_a_file_that_may_not_be_written_is_one_line(cli, monkeypatch):
+    error = PermissionError(errno.EACCES, "Permission denied", "closed/ledger")
     monkeypatch.setattr("sm_nanogpt.launcher.tracking.with_costs", Mock(side_effect=error))
-    assert cli("jobs").failed(2, "closed/text.txt: permission denied")
+    assert cli("jobs").failed(1, "closed/ledger: permission denied")
 
 
 @pytest.mark.parametrize(

@@ -232,3 +232,12 @@ def test_a_whole_bucket_may_be_the_text(s3, emulator, short_text_file):
 def test_data_that_s3_does_not_hold_is_refused(s3, cli):
     ran = cli(launching.launching(data=f"s3://{s3.bucket}/missing"))
     assert ran.failed(2, f"s3://{s3.bucket}/missing: nothing is there")
+
+
+def test_a_path_below_a_closed_directory_is_wrong_input(monkeypatch):
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(InputError, match=r"^closed/text\.txt: permission denied$"):
+        storage.path_of("closed/text.txt")
