@@ -203,7 +203,9 @@ class Search:
         remove it.
         """
         path = self.directory / HELD
-        with storage.errors_about(str(path)), path.open("w") as file:
+        with storage.errors_about(str(path)):
+            file = path.open("w")
+        with file:
             if not locks.lock(file, wait=False, shared=shared):
                 logger.info("another command uses this search; this one waits for it")
                 locks.lock(file, shared=shared)

@@ -320,6 +320,17 @@ def test_a_gain_waits_for_another_command(started, home, tmp_path, monkeypatch):
         opened(home).gain(4)
 
 
+def test_an_error_within_a_held_search_is_not_of_its_lock(tiny_search):
+    with pytest.raises(FileNotFoundError, match="other"), tiny_search.held(shared=True):
+        (tiny_search.directory / "other").read_bytes()
+
+
+def test_a_search_whose_lock_cannot_be_opened_is_an_error(tiny_search):
+    (tiny_search.directory / search.HELD).mkdir()
+    with pytest.raises(ServiceError, match=search.HELD), tiny_search.held(shared=True):
+        pass
+
+
 def test_the_log_lists_each_try(started, tmp_path):
     notes = ["idea a", os.fsdecode(b"caf\xe9")]  # as a command gets an argument of any bytes
     for note, gain in zip(notes, (0.05, 0.0), strict=True):
