@@ -65,8 +65,8 @@ def as_bfloat16(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", dtype, copy=True)
 
 
-def take_moments(tensors: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Removes the moments from the tensors of a checkpoint, and returns them by their step."""
+def pop_moments(tensors: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Removes the moments from the tensors of a checkpoint; returns their weights by step."""
     moments: dict[int, dict[str, Tensor]] = {}
     for name in [name for name in tensors if name.startswith(f"{PART}.")]:
         _, step, name_in_model = name.split(".", 2)
@@ -79,10 +79,10 @@ def generation_start(step: int, max_steps: int) -> int:
     return (step - 1) // max_steps * max_steps
 
 
-def moments_before(
+def earlier_moments(
     moments: Mapping[int, dict[str, Tensor]], step: int, max_steps: int
 ) -> dict[int, dict[str, Tensor]]:
-    """Those on the way to the model of a step: of its generation, and earlier."""
+    """The moments before a step, of its generation alone, by step."""
     first = generation_start(step, max_steps)
     return {earlier: moments[earlier] for earlier in sorted(moments) if first <= earlier < step}
 

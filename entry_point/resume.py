@@ -12,7 +12,7 @@ from torch import Tensor
 from . import huggingface
 from .config import check_resumable
 from .errors import TrainingError, counted, log
-from .moments import take_moments
+from .moments import pop_moments
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -153,7 +153,7 @@ def load_checkpoint(
     del state["tokenizer"]  # other ranks need neither, and both may be large
     for name in [name for name in saved if name.startswith("best.")]:
         trainer.best[name.removeprefix("best.")] = saved.pop(name)
-    trainer.moments.weights = take_moments(saved)
+    trainer.moments.weights = pop_moments(saved)
     huggingface.load_tensors(live, saved)
     return {name: saved[name] if tensor.is_meta else tensor for name, tensor in live.items()}
 

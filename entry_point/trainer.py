@@ -26,7 +26,7 @@ from .errors import ConfigError, TrainingError, log
 from .faults import Fault, read_fault
 from .metrics import StepTimer, best_lines, metric_line
 from .model import GPT
-from .moments import MAX_PARAMETERS, Moments, moments_before, write_moments
+from .moments import MAX_PARAMETERS, Moments, earlier_moments, write_moments
 from .optim import Optimizer, learning_rate_scale
 from .passes import Passes
 from .report import choices_line, data_lines, dtype_name, machine_line, memory_text, sample_lines
@@ -327,7 +327,7 @@ class Trainer:
         """The moments on the way to the best model."""
         if self.best_step is None:
             return {}
-        return moments_before(self.moments.weights, self.best_step, self.config.max_steps)
+        return earlier_moments(self.moments.weights, self.best_step, self.config.max_steps)
 
     def check_loss(self, loss: float) -> None:
         self.check_finite(math.isfinite(loss), f"the loss is {loss},")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sm_nanogpt.launcher.text.repeats import RUN
+from sm_nanogpt.launcher.text.repeats import RUN_BYTES
 
 ORDER = 5  # the largest n of the n-gram model
 LEARNED_BYTES = 1 << 23  # bytes of the training text from which the n-gram model learns
@@ -150,14 +150,14 @@ def with_one_space(content: Tensor) -> tuple[Tensor, Tensor]:
 def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:
     """The fraction of the bytes of the texts, 0 to 1, that the training text also contains.
 
-    A byte counts if it lies in a shared run of at least RUN bytes. Before the comparison, each run
+    A byte counts if it lies in a shared run of at least RUN_BYTES. Before the comparison, each run
     of white space becomes one space, but the fraction counts all bytes of the run.
     """
     training, _ = with_one_space(training)
     spaced = [with_one_space(text) for text in texts]
-    run_hashes = [hashes(text, RUN) for text, _ in spaced]
+    run_hashes = [hashes(text, RUN_BYTES) for text, _ in spaced]
     # One call for all texts, as it reads the training text once.
-    is_found = find_hashes(training, torch.cat(run_hashes), RUN).long()
+    is_found = find_hashes(training, torch.cat(run_hashes), RUN_BYTES).long()
     run_counts = [len(text_hashes) for text_hashes in run_hashes]
     found_in_texts = is_found.split(run_counts)  # 1 where a run begins that is found
 
@@ -166,7 +166,7 @@ def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:
         # A found run adds 1 to the depth at its first byte, and takes it back after its last.
         depth_changes = torch.zeros(len(text) + 1, dtype=torch.int64)
         depth_changes[: len(begins)] += begins
-        depth_changes[RUN : RUN + len(begins)] -= begins
+        depth_changes[RUN_BYTES : RUN_BYTES + len(begins)] -= begins
         is_shared = depth_changes.cumsum(0) > 0
         index_in_spaced = is_kept.cumsum(0) - 1  # for each byte of the original text
         n_shared += int(is_shared[index_in_spaced].sum())

@@ -27,7 +27,7 @@ from sm_nanogpt.entry_point.device import has_fast_bfloat16
 from sm_nanogpt.entry_point.errors import ConfigError, DataError, FormatError, TrainingError
 from sm_nanogpt.entry_point.files import file_sha256, read_file, read_json
 from sm_nanogpt.entry_point.model import GPT
-from sm_nanogpt.entry_point.moments import moments_before, take_moments, write_moments
+from sm_nanogpt.entry_point.moments import earlier_moments, pop_moments, write_moments
 from sm_nanogpt.entry_point.qwen3 import qwen3_config
 from sm_nanogpt.entry_point.text import Tokenizer, read_tokenizer
 from sm_nanogpt.launcher.errors import InputError, ServiceError
@@ -182,7 +182,7 @@ def own_model(
             substitute = "the packaged one, which gave the same logits when the model was written"
             problem = f"{directory}: {missing} is not on this machine; using {substitute}"
             logger.warning(problem, extra={"code": "name-folder"})
-    with errors_of(source):
+    with as_format_errors(source):
         return model_by(source, directory, training.config, len(tokenizer)), tokenizer
 
 
@@ -241,7 +241,7 @@ def check_sums(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def errors_of(source: Source) -> Iterator[None]:
+def as_format_errors(source: Source) -> Iterator[None]:
     """Turn exceptions of a folder's code into FormatError, except for OSError."""
     try:
         yield
@@ -260,7 +260,7 @@ def read_checkpoint(directory: Path) -> tuple[Mapping[str, Tensor], Mapping[str,
     Raises TrainingError if there is none.
     """
     # load_latest prints the checkpoints that it skips.
-    with errors_of(Source.packaged()), contextlib.redirect_stdout(sys.stderr):
+    with as_format_errors(Source.packaged()), contextlib.redirect_stdout(sys.stderr):
         loaded = Checkpoints(directory).load_latest()
     if loaded is None:
         raise TrainingError(f"no checkpoint in {directory}")
@@ -278,17 +278,17 @@ def export_checkpoint(
     Raises FormatError if the folder cannot read it, and InputError if the folder is not here.
     """
     tensors, document = checkpoint
-    with errors_of(Source.packaged()):
+    with as_format_errors(Source.packaged()):
         state = parse(document, CheckpointState, "its state")
     training = {name: document.get(name) for name in ("script_sha256", "corpus_sha256", "step")}
     source = find_source(state.script_sha256, settings or load_settings(), entry_point)
-    with errors_of(source):
+    with as_format_errors(source):
         huggingface_module = source.module("huggingface")
         weights = huggingface_module.model_tensors(tensors)
         config = source.module("config").make_config(state.config)
         tokenizer = huggingface_module.Tokenizer(state.tokenizer, state.end_of_text)
         model = huggingface_module.with_weights(config, len(tokenizer), weights)
         huggingface_module.write_artefact(model_dir, model, tokenizer, training, state.chats)
-    moments = moments_before(take_moments(dict(tensors)), state.step, config.max_steps)
+    moments = earlier_moments(pop_moments(dict(tensors)), state.step, config.max_steps)
     write_moments(model_dir, moments)
     return state.step

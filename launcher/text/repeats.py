@@ -3,7 +3,8 @@
 If it is much, val_loss measures memory.
 
 The measure is that of `overlap` in launcher/judge/anchors.py, without torch: the share of the bytes
-that lie in runs of RUN or more which both texts have. Each run of white space counts as one space.
+that lie in runs of RUN_BYTES or more which both texts have. Each run of white space counts as one
+space.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sm_nanogpt.launcher.text.store import VALIDATION_FRACTION
 
 logger = logging.getLogger(__name__)
 
-RUN = 50  # bytes of a run: two texts share none so long by chance
+RUN_BYTES = 50  # by chance, two texts share no run of so many bytes
 LIMIT = 0.2  # users are warned of this share and more
 SAMPLE = 1 << 18  # bytes of a validation text that are searched for in the training text
 N_SAMPLES = 16  # parts that make the sample of a long text
@@ -41,18 +42,22 @@ def repeated_share(training: Iterable[bytes], validation: bytes, n_training_byte
     """The share of a validation text, 0 to 1, that a training text contains.
 
     The training text comes in pieces, and has about n_training_bytes. If these are over LOOKUPS,
-    only every n-th run is looked up, with n up to RUN. Then shared parts that are shorter than
-    RUN + n may be missed.
+    only every n-th run is looked up, with n up to RUN_BYTES. Then shared parts that are shorter
+    than RUN_BYTES + n may be missed.
     """
     sample = with_one_space(validation)
-    hashes = [hash(sample[start : start + RUN]) for start in range(len(sample) - RUN + 1)]
-    shared = shared_hashes(set(hashes), training, step=min(RUN, 1 + n_training_bytes // LOOKUPS))
+    hashes = [
+        hash(sample[start : start + RUN_BYTES]) for start in range(len(sample) - RUN_BYTES + 1)
+    ]
+    shared = shared_hashes(
+        set(hashes), training, step=min(RUN_BYTES, 1 + n_training_bytes // LOOKUPS)
+    )
     n_repeated = 0  # bytes
     end = 0  # of the last run that is repeated
     for start, run_hash in enumerate(hashes):
         if run_hash in shared:
-            n_repeated += start + RUN - max(start, end)
-            end = start + RUN
+            n_repeated += start + RUN_BYTES - max(start, end)
+            end = start + RUN_BYTES
     return n_repeated / max(1, len(sample))
 
 
@@ -62,8 +67,8 @@ def shared_hashes(hashes: set[int], training: Iterable[bytes], step: int) -> set
     pending = b""  # the end of the text so far, in which a run may begin
     for piece in training:
         text = with_one_space(pending + piece)
-        starts = range(0, len(text) - RUN + 1, step)
-        shared |= hashes.intersection(hash(text[start : start + RUN]) for start in starts)
+        starts = range(0, len(text) - RUN_BYTES + 1, step)
+        shared |= hashes.intersection(hash(text[start : start + RUN_BYTES]) for start in starts)
         pending = text[len(starts) * step :]
     return shared
 

@@ -13,7 +13,7 @@ import lzma
 from collections.abc import Mapping
 
 from sm_nanogpt.launcher.source import Source
-from sm_nanogpt.launcher.text.repeats import RUN, with_one_space
+from sm_nanogpt.launcher.text.repeats import RUN_BYTES, with_one_space
 from sm_nanogpt.launcher.trying.refusal import Refused
 
 MAX_PACKED = 8 << 10  # bytes of packed new code: some 700 lines
@@ -92,7 +92,7 @@ def too_much(new_files: Mapping[str, bytes], amount: str, limit: str) -> Refused
 
 
 def check_copies(name: str, lines: Mapping[int, bytes], runs_of_judge: set[bytes]) -> None:
-    """Raise Refused if lines of a file contain a run of RUN bytes of the judge's text.
+    """Raise Refused if lines of a file contain a run of RUN_BYTES of the judge's text.
 
     name is that of the file; lines has its lines by their numbers. Each run of white space counts
     as one space. A run that repeats itself, such as a line of dashes, is allowed.
@@ -108,8 +108,8 @@ def check_copies(name: str, lines: Mapping[int, bytes], runs_of_judge: set[bytes
             text += b" " + squeezed
     text += b" "
 
-    for start in range(len(text) - RUN + 1):
-        run = text[start : start + RUN]
+    for start in range(len(text) - RUN_BYTES + 1):
+        run = text[start : start + RUN_BYTES]
         if run in runs_of_judge and not repeats_itself(run):
             n_bytes = end_of_copy(text, start, runs_of_judge) - start
             number = numbers[bisect.bisect_right(starts, start) - 1]
@@ -119,15 +119,15 @@ def check_copies(name: str, lines: Mapping[int, bytes], runs_of_judge: set[bytes
 
 
 def runs_in(text: bytes) -> set[bytes]:
-    """All runs of RUN bytes of a text."""
-    return {text[start : start + RUN] for start in range(len(text) - RUN + 1)}
+    """All runs of RUN_BYTES of a text."""
+    return {text[start : start + RUN_BYTES] for start in range(len(text) - RUN_BYTES + 1)}
 
 
 def end_of_copy(text: bytes, start: int, runs_of_judge: set[bytes]) -> int:
     """Where the copy of the judge's text ends that begins at `start`."""
-    while text[start : start + RUN] in runs_of_judge:
+    while text[start : start + RUN_BYTES] in runs_of_judge:
         start += 1
-    return start - 1 + RUN
+    return start - 1 + RUN_BYTES
 
 
 def repeats_itself(run: bytes) -> bool:

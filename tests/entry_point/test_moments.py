@@ -10,7 +10,7 @@ from runs import SMALL
 from trainings import ALONE, trainer_of
 
 from sm_nanogpt.entry_point import moments
-from sm_nanogpt.entry_point.moments import moment_steps, moments_before
+from sm_nanogpt.entry_point.moments import earlier_moments, moment_steps
 from sm_nanogpt.entry_point.safetensors_file import read_safetensors
 
 
@@ -84,6 +84,6 @@ def test_a_large_model_keeps_no_moments(tmp_path, monkeypatch, capsys):
 
 def test_moments_of_other_generations_are_not_on_the_way():
     of_steps: dict[int, dict[str, torch.Tensor]] = {0: {}, 5: {}, 10: {}, 15: {}, 20: {}}
-    assert list(moments_before(of_steps, 20, max_steps=10)) == [10, 15]
-    assert list(moments_before(of_steps, 7, max_steps=10)) == [0, 5]
-    assert not moments_before(of_steps, 0, max_steps=10)
+    assert list(earlier_moments(of_steps, 20, max_steps=10)) == [10, 15]
+    assert list(earlier_moments(of_steps, 7, max_steps=10)) == [0, 5]
+    assert not earlier_moments(of_steps, 0, max_steps=10)

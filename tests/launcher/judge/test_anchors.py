@@ -44,7 +44,7 @@ def test_overlap_is_exact(training, texts, chunk):
                 covered.update(range(begin, begin + 5))
         n_covered += len(covered)
 
-    with patch.object(anchors, "CHUNK", chunk), patch.object(anchors, "RUN", 5):
+    with patch.object(anchors, "CHUNK", chunk), patch.object(anchors, "RUN_BYTES", 5):
         overlap = anchors.overlap(plain(training), list(map(plain, texts)))
     assert overlap == n_covered / sum(map(len, texts))
 

@@ -10,7 +10,7 @@ import torch
 from models import SMALL, VOCABULARY_SIZE, lively
 
 from sm_nanogpt.entry_point.model import GPT
-from sm_nanogpt.entry_point.moments import moments_before, write_moments
+from sm_nanogpt.entry_point.moments import earlier_moments, write_moments
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.models.moments import read_moments, spread
 
@@ -43,7 +43,7 @@ def test_moments_are_the_model_at_earlier_steps_and_itself(directory):
 @pytest.mark.parametrize("step, generation, steps", [(9, 2, [0, 4]), (5, 1, [0, 4, 5])])
 def test_moments_count_the_steps_of_their_generation(step, generation, steps, tmp_path):
     weights = lively().state_dict()
-    kept = moments_before({0: weights, 4: weights, 5: weights}, step, max_steps=5)
+    kept = earlier_moments({0: weights, 4: weights, 5: weights}, step, max_steps=5)
     write_moments(tmp_path, kept)
     training = {"step": step, "config": {"generations": 2, "max_steps": 5}}
     (tmp_path / "training.json").write_text(json.dumps(training))

@@ -15,7 +15,7 @@ from sm_nanogpt.launcher.launching.launch import prepare
 from sm_nanogpt.launcher.text import repeats
 from sm_nanogpt.launcher.text.reading import File
 from sm_nanogpt.launcher.text.repeats import (
-    RUN,
+    RUN_BYTES,
     repeated_share,
     sampled_ranges,
     share_within_text,
@@ -43,7 +43,7 @@ def test_a_new_text_has_no_share_and_an_old_one_all():
 def test_the_share_is_of_the_bytes_in_long_runs():
     old, new = random_text(1), random_text(2)
     assert share(old, new[:3000] + old[500:1500]) == pytest.approx(0.25, abs=0.001)
-    assert share(old, new[:600] + old[500 : 500 + RUN - 1]) == 0
+    assert share(old, new[:600] + old[500 : 500 + RUN_BYTES - 1]) == 0
 
 
 def test_line_breaks_and_spaces_make_no_difference():
