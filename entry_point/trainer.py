@@ -116,8 +116,7 @@ class Trainer:
 
             request = self.train_step_and_agree()
             if self.waiting.look() and self.is_main:
-                advice = "OMP_NUM_THREADS=1 may be faster"
-                log(f"other programs use the cores: {self.waiting}; {advice}")
+                log(f"other programs use the cores: {self.waiting}")
 
             evaluates = self.evaluates(self.step)
             if evaluates or self.step % self.config.log_interval == 0:

@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 TASKS = Path("/proc/self/task")
 LIBRARIES = Path("/proc/self/maps")
+CPU_TIMES = Path("/proc/stat")
 
 SPIN_COUNT = "5000"  # looks of a thread that waits, before it sleeps
 
@@ -45,7 +47,9 @@ class Waiting:
 
     OpenMP looks a hundred times at most while it has more threads than there are CPUs
     (gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html). So some idle threads put the others to
-    sleep. As many threads compute as before, and the last bits of a sum depend on their number.
+    sleep. And threads that sleep share the CPUs that other programs leave: there they take turns
+    within microseconds, where two CPUs with other programs would keep them waiting for each other.
+    As many threads compute as before, since the last bits of a sum depend on their number.
     """
 
     def __init__(self, n_threads: int) -> None:
@@ -56,16 +60,22 @@ class Waiting:
         self.libraries: list[str] = []
         if n_threads > 1 and not os.environ.get("OMP_WAIT_POLICY"):  # else the user has chosen
             self.libraries = openmp_libraries()
+        self.all_cpus = os.sched_getaffinity(0) if self.libraries else set()
+        self.cpus = self.all_cpus  # on which the threads may run now
         self.measure(LOOK_SECONDS)
 
     def __str__(self) -> str:
-        return f"the {self.n_threads} threads sleep while they wait for each other"
+        threads = f"the {self.n_threads} threads sleep while they wait for each other"
+        if self.cpus == self.all_cpus:
+            return threads
+        return f"{threads}, on {len(self.cpus)} of {len(self.all_cpus)} CPUs"
 
     def measure(self, seconds: float) -> None:
         """Measures anew, for some seconds."""
         self.began = time.monotonic()
         self.ends = self.began + seconds
         self.delay = core_delay()
+        self.others_seconds = others_seconds(self.all_cpus)
 
     def look(self) -> bool:
         """Chooses how threads wait. True if they sleep from now on, for the first time.
@@ -79,31 +89,58 @@ class Waiting:
         if self.idle_threads is not None:  # to see whether the cores are still in use
             self.wake()
             return False
-        is_busy = core_delay() - self.delay > BUSY * (now - self.began)
+        seconds = now - self.began
+        is_busy = core_delay() - self.delay > BUSY * seconds
         if not is_busy:
             self.sleep_seconds = SHORTEST_SLEEP
             self.measure(LOOK_SECONDS)
             return False
-        self.sleep()
+        self.sleep((others_seconds(self.all_cpus) - self.others_seconds) / seconds)
         is_first = not self.has_slept
         self.has_slept = True
         return is_first
 
-    def sleep(self) -> None:
-        """Has threads sleep, for a while."""
+    def sleep(self, n_used: float) -> None:
+        """Has threads sleep, for a while. Other programs use n_used CPUs."""
         # With those that compute, one more than there are CPUs, as OpenMP counts them.
-        n_cpus = len(os.sched_getaffinity(0))
-        n_idle = max(1, n_cpus + 1 - self.n_threads)
+        n_idle = max(1, len(self.all_cpus) + 1 - self.n_threads)
         self.idle_threads = IdleThreads(self.libraries, n_idle)
+        self.run_on(self.cpus_to_share(n_used))
         self.measure(self.sleep_seconds)
         self.sleep_seconds = min(2 * self.sleep_seconds, LONGEST_SLEEP)
 
     def wake(self) -> None:
         """Has threads stay awake."""
+        self.run_on(self.all_cpus)
         if self.idle_threads is not None:
             self.idle_threads.end()
         self.idle_threads = None
         self.measure(LOOK_SECONDS)
+
+    def cpus_to_share(self, n_used: float) -> set[int]:
+        """The CPUs for threads that sleep: all, unless other programs use half of them or more.
+
+        Each gets equally many threads, since all wait for those that take longest. Where others use
+        fewer CPUs, the system finds room for most threads; that was not measured.
+        """
+        n_free = max(1, round(len(self.all_cpus) - n_used))
+        threads_per_cpu = math.ceil(self.n_threads / n_free)
+        if threads_per_cpu == 1 or 2 * n_free > len(self.all_cpus):
+            return self.all_cpus
+        n_shared = math.ceil(self.n_threads / threads_per_cpu)
+        # The system has put this thread where it found room. The next CPUs come after it.
+        current = current_cpu()
+        cpus = sorted(self.all_cpus, key=lambda cpu: (cpu < current, cpu))
+        return set(cpus[:n_shared])
+
+    def run_on(self, cpus: set[int]) -> None:
+        """Has all threads of this process run on these CPUs."""
+        if cpus == self.cpus:
+            return
+        self.cpus = cpus
+        for task in TASKS.iterdir():
+            with suppress(OSError):  # a thread that has just ended
+                os.sched_setaffinity(int(task.name), cpus)
 
 
 class IdleThreads:
@@ -159,3 +196,27 @@ def core_delay() -> float:
                 _, delay, _ = (task / "schedstat").read_text().split()
                 nanoseconds += int(delay)
     return nanoseconds / 1e9
+
+
+def current_cpu() -> int:
+    """The number of the CPU on which this thread runs."""
+    return int(ctypes.CDLL(None).sched_getcpu())
+
+
+def others_seconds(cpus: set[int]) -> float:
+    """Seconds for which other programs have used these CPUs so far, added up.
+
+    0.0 where the system does not count them. https://docs.kernel.org/filesystems/proc.html
+    """
+    try:
+        lines = CPU_TIMES.read_text().splitlines()
+    except OSError:
+        return 0.0
+    ticks = 0
+    for line in lines:
+        name, *counts = line.split()
+        number = name.removeprefix("cpu")
+        if number.isdecimal() and int(number) in cpus:
+            user, nice, system, *_ = map(int, counts)
+            ticks += user + nice + system
+    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()

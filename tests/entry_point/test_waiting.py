@@ -1,5 +1,6 @@
 """How OpenMP's threads wait for each other, where other programs use the cores."""
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from sm_nanogpt.entry_point.waiting import (
     Waiting,
     core_delay,
     openmp_libraries,
+    others_seconds,
 )
 
 has_gnu = pytest.mark.skipif(not openmp_libraries(), reason="torch has another OpenMP than GNU's")
@@ -40,6 +42,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr("time.monotonic", lambda: machine.now)
     monkeypatch.setattr(waiting, "core_delay", lambda: machine.delay)
     monkeypatch.setattr(waiting, "openmp_libraries", lambda: ["libgomp.so.1"])
+    monkeypatch.setattr(waiting, "others_seconds", lambda cpus: 0.0)
     monkeypatch.setattr(waiting.IdleThreads, "hold", lambda self: self.is_ready.set())
     return machine
 
@@ -112,8 +115,10 @@ def test_a_wait_policy_of_the_user_is_obeyed(machine, monkeypatch):
 
 def test_without_linux_no_thread_sleeps(monkeypatch, tmp_path):
     monkeypatch.setattr(waiting, "TASKS", tmp_path / "none")
+    monkeypatch.setattr(waiting, "CPU_TIMES", tmp_path / "none")
     monkeypatch.setattr(waiting, "LIBRARIES", tmp_path / "none")
     assert core_delay() == 0.0
+    assert others_seconds({0}) == 0.0
     assert openmp_libraries() == []
 
 
@@ -123,6 +128,47 @@ def test_the_delays_of_all_threads_are_added(monkeypatch, tmp_path):
         (tmp_path / name / "schedstat").write_text(numbers)
     monkeypatch.setattr(waiting, "TASKS", tmp_path)
     assert core_delay() == 1.75
+
+
+@pytest.mark.parametrize(
+    ("n_cpus", "n_threads", "n_used", "n_shared"),
+    [
+        (2, 2, 0.2, 2),
+        (2, 2, 0.9, 1),
+        (2, 2, 1.9, 1),
+        (4, 4, 1.0, 4),
+        (4, 4, 2.1, 2),
+        (4, 4, 3.0, 1),
+        (4, 2, 2.0, 4),  # there is one for each thread
+        (8, 8, 5.0, 3),
+    ],
+)
+def test_sleeping_threads_share_the_cpus_that_others_leave(
+    machine, monkeypatch, n_cpus, n_threads, n_used, n_shared
+):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(n_cpus)))
+    assert len(Waiting(n_threads).cpus_to_share(n_used)) == n_shared
+
+
+def test_cpus_are_shared_from_where_the_thread_runs(machine, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(waiting, "current_cpu", lambda: 3)
+    assert Waiting(4).cpus_to_share(n_used=2.0) == {3, 0}
+
+
+def test_other_programs_use_what_this_one_does_not(monkeypatch, tmp_path):
+    ticks = os.sysconf("SC_CLK_TCK")
+    rows = [
+        f"cpu  {9 * ticks} 0 0 0 0",
+        f"cpu0 {2 * ticks} {ticks} {ticks} 70 5",
+        f"cpu1 {3 * ticks} 0 0 0 0",
+        f"cpu2 {4 * ticks} 0 0 0 0",
+        "intr 7",
+    ]
+    (tmp_path / "stat").write_text("\n".join(rows))
+    monkeypatch.setattr(waiting, "CPU_TIMES", tmp_path / "stat")
+    monkeypatch.setattr("time.process_time", lambda: 1.5)
+    assert others_seconds({0, 1}) == 4 + 3 - 1.5
 
 
 @has_gnu
@@ -142,12 +188,23 @@ def test_idle_threads_are_there_until_they_end():
 
 
 @has_gnu
+def test_threads_that_wake_run_on_all_cpus(two_threads):
+    cpus = os.sched_getaffinity(0)
+    threads = Waiting(2)
+    threads.sleep(n_used=float(len(cpus)))
+    shared = os.sched_getaffinity(0)
+    threads.wake()
+    assert len(shared) == 1
+    assert os.sched_getaffinity(0) == cpus
+
+
+@has_gnu
 def test_how_threads_wait_changes_no_bit(tmp_path, two_threads):
     ends = []
     for sleeps in (False, True):
         trainer = trainer_of(tmp_path / str(sleeps), n_embd=128)
         if sleeps:
-            trainer.waiting.sleep()
+            trainer.waiting.sleep(n_used=2.0)
         trainer.train_step()
         trainer.waiting.wake()
         trainer.train_step()
