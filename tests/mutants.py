@@ -254,8 +254,8 @@ EQUIVALENT = {
         " -> (spread >= CHOSEN_SPREAD * stdev(usual_base_losses))",
     ): "no spread is exactly that",
     (
-        "parts = {run[start : start + PART] for start in range(len(run) - PART + 1)}",
-        "len(run) - PART + 1 -> (len(run) - PART - 1)",
+        "parts = {run[start : start + PART_BYTES] for start in range(len(run) - PART_BYTES + 1)}",
+        "len(run) - PART_BYTES + 1 -> (len(run) - PART_BYTES - 1)",
     ): "two parts of 47 change no verdict",
     ('gzip.GzipFile(fileobj=archive, mode="wb", mtime=0) as file,', "0 -> (1)"): "any time will do",
     ("volume_size: int = 0  # GiB of disk per instance", "0 -> (1)"): "each backend gives one",

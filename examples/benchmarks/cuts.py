@@ -30,7 +30,7 @@ from sm_nanogpt.launcher.judge.causality import CUTS, Cut, draw_cuts, in_passes 
 from sm_nanogpt.launcher.judge.evaluate import EDITED  # noqa: E402
 from sm_nanogpt.launcher.judge.score import ScoredSpan, window_spans  # noqa: E402
 from sm_nanogpt.launcher.judge.worker import PASS_TOKENS  # noqa: E402
-from sm_nanogpt.launcher.trying.scoring import MODELS  # noqa: E402
+from sm_nanogpt.launcher.trying.scoring import MIN_FRESH_MODELS  # noqa: E402
 
 LEAKS = (0.01, 0.003, 0.001, 0.0005)
 LEARNING = ((1, 1.0), (1, 0.5), (10, 0.2))  # windows seen, share where it is used
@@ -47,8 +47,8 @@ class Text:
 
 
 TEXTS = {
-    "`try`, `quick`": Text(65_536, 64, MODELS),
-    "`try`, `laptop`": Text(65_536, 1024, MODELS),
+    "`try`, `quick`": Text(65_536, 64, MIN_FRESH_MODELS),
+    "`try`, `laptop`": Text(65_536, 1024, MIN_FRESH_MODELS),
     "`eval`, 1 MB, `laptop`": Text(1_000_000, 1024, EDITED.n_processes),
 }
 

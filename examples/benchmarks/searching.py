@@ -30,7 +30,7 @@ from sm_nanogpt.launcher.job import Request  # noqa: E402
 from sm_nanogpt.launcher.settings import Settings  # noqa: E402
 from sm_nanogpt.launcher.source import Source  # noqa: E402
 from sm_nanogpt.launcher.trying import rule  # noqa: E402
-from sm_nanogpt.launcher.trying.budget import MAX_TIME  # noqa: E402
+from sm_nanogpt.launcher.trying.budget import MAX_TIME_RATIO  # noqa: E402
 from sm_nanogpt.launcher.trying.runs import SeededRun  # noqa: E402
 from sm_nanogpt.launcher.trying.start import begin_search  # noqa: E402
 
@@ -132,7 +132,7 @@ class Try:
             differences.append(loss - base_loss)
         seconds_of_draw = sum(random.choices(self.seconds, k=len(seeds)))
         usual_seconds = len(seeds) * fmean(self.base.seconds.values())
-        self.is_slow = self.is_slow or seconds_of_draw > MAX_TIME * usual_seconds
+        self.is_slow = self.is_slow or seconds_of_draw > MAX_TIME_RATIO * usual_seconds
         return differences
 
     def on_shared_seeds(self, n: int) -> list[float]:
@@ -149,7 +149,7 @@ class Try:
         gain = -fmean(decision.differences)
         is_luck = rule.may_be_luck(gain, self.losses, self.base_losses)
         is_kept = decision.verdict == "kept" and not is_luck and not self.is_slow
-        return Verdict(is_kept, gain, rule.margin(decision.differences), len(self.losses))
+        return Verdict(is_kept, gain, rule.margin_of_mean(decision.differences), len(self.losses))
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def with_bad_seeds(base: Folder, gain: float) -> Callable[[int], float]:
 def verdicts(
     base: Folder, loss_of: Callable[[int], float], seconds: Sequence[float], smallest_gain: float
 ) -> list[Verdict]:
-    n_pairs = rule.pairs_for(smallest_gain, stdev(base.losses.values()))
+    n_pairs = rule.n_pairs_for(smallest_gain, stdev(base.losses.values()))
     results = []
     for _ in range(GROUPS):
         shared_seeds = random.choices(list(base.losses), k=n_pairs)
@@ -198,7 +198,7 @@ def check_rule(smallest_gain: float) -> None:
     folders = read_runs()
     base = folders.pop("base")
     spread = stdev(base.losses.values())
-    n_pairs = rule.pairs_for(smallest_gain, spread)
+    n_pairs = rule.n_pairs_for(smallest_gain, spread)
     print(f"base: {len(base.losses)} seeds, sd {spread:.4f}; {n_pairs} pairs for {smallest_gain:g}")
     other = folders["other weights"]
     for gain in (0.0, 0.005, 0.01, 0.02):

@@ -116,7 +116,7 @@ def start_command(
         search = begin_search(name, request, settings, smallest_gain, ceiling)
     with at_ctrl_c(goes_on("start", name)):
         try:
-            with search.held(shared=False):
+            with search.locked(shared=False):
                 base = search.measure_base()
         except LauncherError:
             if not search.ledger.runs:

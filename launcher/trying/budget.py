@@ -14,16 +14,16 @@ from sm_nanogpt.launcher.curve import total_steps
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.refusal import Refused
 
-MAX_SIZE = 1.1  # times the parameters, and the bytes, of the first folder's model
-MAX_TIME = 1.3  # times the time of the first folder
+MAX_SIZE_RATIO = 1.1  # times the parameters, and the bytes, of the first folder's model
+MAX_TIME_RATIO = 1.3  # times the time of the first folder
 # The limit on shared seeds: the runs of the base may be of a day when the machine was less busy.
-CLEARLY_SLOW = 2 * MAX_TIME
-MAX_RATIOS = {"tokens": 1.0, "parameters": MAX_SIZE, "bytes": MAX_SIZE}
-RUN_TIME = "seconds"  # a field of the entry of a run, as is the next
-JUDGE_TIME = "judge_seconds"
-TIMES = {RUN_TIME: "time", JUDGE_TIME: "time before the judge"}
-ENTRY = 64  # more bytes than the times and the mode of a file can hold
-SLOW = 4.0  # a run that takes so many times the time of the first folder is ended
+MAX_TIME_RATIO_SHARED = 2 * MAX_TIME_RATIO
+MAX_SIZE_RATIOS = {"tokens": 1.0, "parameters": MAX_SIZE_RATIO, "bytes": MAX_SIZE_RATIO}
+RUN_TIME_FIELD = "seconds"  # a field of the entry of a run, as is the next
+JUDGE_TIME_FIELD = "judge_seconds"
+TIME_FIELDS = {RUN_TIME_FIELD: "time", JUDGE_TIME_FIELD: "time before the judge"}
+ENTRY_BYTES = 64  # more bytes than the times and the mode of a file can hold
+KILL_RATIO = 4.0  # a run that takes so many times the time of the first folder is ended
 
 
 class Budget:
@@ -39,19 +39,19 @@ class Budget:
             return
         for name, size in sizes.items():
             first_size = runs[0][name]
-            max_ratio = MAX_RATIOS[name]
+            max_ratio = MAX_SIZE_RATIOS[name]
             if size > max_ratio * first_size:
                 ratio = f"{size / first_size:.2f}x the {name} that the search began with"
                 raise Refused(f"{ratio}; at most {max_ratio:g}x")
 
-    def mean_seconds(self, folder: str, kind: str = RUN_TIME) -> float:
-        """The mean seconds of a folder's runs; 0 if it has none. kind: a key of TIMES."""
+    def mean_seconds(self, folder: str, kind: str = RUN_TIME_FIELD) -> float:
+        """The mean seconds of a folder's runs; 0 if it has none. kind: a key of TIME_FIELDS."""
         runs = self.ledger.runs_of(folder)
         if not runs:
             return 0.0
         return fmean(run[kind] for run in runs)
 
-    def first_seconds(self, kind: str = RUN_TIME) -> float:
+    def first_seconds(self, kind: str = RUN_TIME_FIELD) -> float:
         """The mean seconds of the runs of the search's first folder; 0 if it has none."""
         return self.mean_seconds(self.ledger.start["folder"], kind)
 
@@ -62,7 +62,7 @@ class Budget:
         The sum counts, since a median would not show a folder that is slow for a few seeds.
         """
         runs = [run for run in self.ledger.runs_of(folder) if run["seed"] in seeds]
-        for kind, description in TIMES.items():
+        for kind, description in TIME_FIELDS.items():
             expected = len(runs) * self.first_seconds(kind) * self.slowdown(base, seeds, kind)
             ratio = sum(run[kind] for run in runs) / expected
             if ratio > max_ratio:
@@ -73,7 +73,7 @@ class Budget:
         but at least 1 and at most 2.
 
         On a busy machine, other programs use the caches and the core, so a run computes for longer.
-        kind: a key of TIMES.
+        kind: a key of TIME_FIELDS.
         """
         times = list[float]()
         other_times = list[float]()
@@ -87,21 +87,21 @@ class Budget:
         return min(2.0, max(1.0, fmean(times) / fmean(other_times)))
 
     @property
-    def limit(self) -> float:
+    def max_run_seconds(self) -> float:
         """The seconds that a run may take; infinite for the first runs of the search."""
-        return self.limit_of(RUN_TIME)
+        return self.max_seconds(RUN_TIME_FIELD)
 
     @property
-    def judge_limit(self) -> float:
+    def max_judge_seconds(self) -> float:
         """The seconds that a model may compute for the judge; infinite for the first models of the
         search."""
-        return self.limit_of(JUDGE_TIME)
+        return self.max_seconds(JUDGE_TIME_FIELD)
 
-    def limit_of(self, kind: str) -> float:
+    def max_seconds(self, kind: str) -> float:
         first_seconds = self.first_seconds(kind)
         if not first_seconds:
             return math.inf
-        return 60 + SLOW * first_seconds
+        return 60 + KILL_RATIO * first_seconds
 
 
 def sizes_of(model: Path) -> dict[str, int]:
@@ -140,4 +140,4 @@ def bytes_of(path: Path) -> int:
     They all count, since a model could hide in the names of empty files.
     """
     size = path.lstat().st_size if path.is_file() else 0
-    return size + len(os.fsencode(path.name)) + ENTRY
+    return size + len(os.fsencode(path.name)) + ENTRY_BYTES

@@ -42,7 +42,7 @@ from sm_nanogpt.launcher.text import corpus
 from sm_nanogpt.launcher.text.channels import Channel
 from sm_nanogpt.launcher.text.reading import files_in
 from sm_nanogpt.launcher.trying import driver
-from sm_nanogpt.launcher.trying.budget import MAX_SIZE
+from sm_nanogpt.launcher.trying.budget import MAX_SIZE_RATIO
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.runs import SeededRun, TriedRun
 
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_SECONDS = 3600  # a job that AWS does not know after that will never be there
+MAX_UNKNOWN_SECONDS = 3600  # a job that AWS does not know after that will never be there
 # Seconds that a job's time limit has besides those of its runs.
 SLACK_SECONDS = 300  # for runs that are slower than expected
 SETUP_SECONDS = 120  # before and after the runs
-UPLOADED = 30e6  # bytes of models that are uploaded in a second
-LARGEST_MODEL = 1 << 36  # bytes of a model that may be packed, before one was measured
+UPLOAD_BYTES_PER_SECOND = 30e6  # bytes of models that are uploaded in a second
+MAX_MODEL_BYTES = 1 << 36  # bytes of a model that may be packed, before one was measured
 DRIVER = Path(driver.__file__)
 # The filter of system calls. The driver loads it without the launcher.
 FILTER_FILES = {"syscalls.py": Path(syscalls.__file__), "pyseccomp.py": syscalls.binding()}
@@ -178,7 +178,7 @@ class SageMakerRuns(GroupRun):
             return None if description.is_running else cost_so_far(description, self.settings)
         if self.ledger.was_sent(job_id):
             return float(entry["usd"])  # the job was deleted, and what it cost is unknown
-        if is_sending or self.seconds_since(job_id) <= UNKNOWN_SECONDS:
+        if is_sending or self.seconds_since(job_id) <= MAX_UNKNOWN_SECONDS:
             return None
         return 0.0
 
@@ -349,7 +349,7 @@ class SageMakerRuns(GroupRun):
         """The seconds in which the models of n_runs are packed and uploaded; 0 if unknown."""
         if self.measured is None:
             return 0.0
-        return float(n_runs * self.measured["bytes"] / UPLOADED)
+        return float(n_runs * self.measured["bytes"] / UPLOAD_BYTES_PER_SECOND)
 
     def folder(self, runs: Sequence[SeededRun], seconds: int) -> Source:
         """The training folder of a job: the first folder of the search, with the driver as its
@@ -358,14 +358,14 @@ class SageMakerRuns(GroupRun):
         Nothing of the runs' folders is imported here.
         """
         first = self.search.first
-        largest_model = LARGEST_MODEL
+        largest_model = MAX_MODEL_BYTES
         if self.measured is not None:
-            largest_model = int(MAX_SIZE * self.measured["bytes"])
+            largest_model = int(MAX_SIZE_RATIO * self.measured["bytes"])
         plan = {
             "runs": [[folder_name(run.source), run.seed] for run in runs],
             "values": self.search.hyperparameters,
             "seconds": seconds - SETUP_SECONDS - self.upload_seconds(len(runs)),
-            "limit": min(seconds, self.search.budget.limit),
+            "limit": min(seconds, self.search.budget.max_run_seconds),
             "largest_model": largest_model,
             "variables": ["PATH", "LD_LIBRARY_PATH", *confine.variable_names()],
         }

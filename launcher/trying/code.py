@@ -16,11 +16,11 @@ from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.text.repeats import RUN_BYTES, with_one_space
 from sm_nanogpt.launcher.trying.refusal import Refused
 
-MAX_PACKED = 8 << 10  # bytes of packed new code: some 700 lines
-MAX_NEW = 4 << 20  # bytes of new code that are packed, in two seconds
+MAX_PACKED_BYTES = 8 << 10  # bytes of packed new code: some 700 lines
+MAX_NEW_BYTES = 4 << 20  # bytes of new code that are packed, in two seconds
 # The filters of `xz -9e`, with a dictionary that is just large enough for both folders.
-FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 23}]
-PART = 4  # bytes of the parts by which a run is seen to repeat itself
+XZ_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 23}]
+PART_BYTES = 4  # bytes of the parts by which a run is seen to repeat itself
 
 
 def check_code(source: Source, first: Source, judged: bytes) -> None:
@@ -49,16 +49,17 @@ def check_code(source: Source, first: Source, judged: bytes) -> None:
 
 def check_size(new_files: Mapping[str, bytes], first: Source) -> None:
     """Raise Refused if new files have more packed bytes than code has. Their names count too."""
-    new = with_names(new_files)
-    if len(new) > MAX_NEW:
-        raise too_much(new_files, f"{len(new):,} bytes", f"{MAX_NEW:,}")
-    first_code = with_names(first.files)
+    new = names_and_contents(new_files)
+    if len(new) > MAX_NEW_BYTES:
+        raise size_refusal(new_files, f"{len(new):,} bytes", MAX_NEW_BYTES)
+    first_code = names_and_contents(first.files)
     n_packed = packed_size(first_code + new) - packed_size_of_first(first_code)
-    if n_packed > MAX_PACKED:
-        raise too_much(new_files, f"{n_packed:,} bytes when it is packed", f"{MAX_PACKED:,}")
+    if n_packed > MAX_PACKED_BYTES:
+        amount = f"{n_packed:,} bytes when it is packed"
+        raise size_refusal(new_files, amount, MAX_PACKED_BYTES)
 
 
-def with_names(files: Mapping[str, bytes]) -> bytes:
+def names_and_contents(files: Mapping[str, bytes]) -> bytes:
     """The names and the contents of files, one after the other."""
     pieces = []
     for name in sorted(files):
@@ -74,10 +75,10 @@ def packed_size_of_first(first_code: bytes) -> int:
 
 def packed_size(content: bytes) -> int:
     """The number of bytes to which xz packs a content."""
-    return len(lzma.compress(content, lzma.FORMAT_RAW, filters=FILTERS))
+    return len(lzma.compress(content, lzma.FORMAT_RAW, filters=XZ_FILTERS))
 
 
-def too_much(new_files: Mapping[str, bytes], amount: str, limit: str) -> Refused:
+def size_refusal(new_files: Mapping[str, bytes], amount: str, max_bytes: int) -> Refused:
     """The refusal of new files, which names the largest one."""
 
     def size_of(name: str) -> int:
@@ -85,7 +86,7 @@ def too_much(new_files: Mapping[str, bytes], amount: str, limit: str) -> Refused
 
     largest = max(new_files, key=size_of)
     problem = f"what the search's first folder does not have takes {amount}, most of it {largest}"
-    return Refused(f"{problem}; at most {limit}: a folder is code, not data")
+    return Refused(f"{problem}; at most {max_bytes:,}: a folder is code, not data")
 
 
 # -- text of the judge -----------------------------------------------------------------------------
@@ -131,6 +132,6 @@ def end_of_copy(text: bytes, start: int, runs_of_judge: set[bytes]) -> int:
 
 
 def repeats_itself(run: bytes) -> bool:
-    """True if a run has fewer different parts of PART bytes than half of its bytes."""
-    parts = {run[start : start + PART] for start in range(len(run) - PART + 1)}
+    """True if a run has fewer different parts of PART_BYTES bytes than half of its bytes."""
+    parts = {run[start : start + PART_BYTES] for start in range(len(run) - PART_BYTES + 1)}
     return len(parts) < len(run) / 2

@@ -13,7 +13,11 @@ from sm_nanogpt.entry_point.metrics import duration
 from sm_nanogpt.launcher.files.ledger import Entry
 from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.trying import rule
-from sm_nanogpt.launcher.trying.budget import CLEARLY_SLOW, JUDGE_TIME, MAX_TIME
+from sm_nanogpt.launcher.trying.budget import (
+    JUDGE_TIME_FIELD,
+    MAX_TIME_RATIO,
+    MAX_TIME_RATIO_SHARED,
+)
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.refusal import Refused
 from sm_nanogpt.launcher.trying.runs import SeededRun
@@ -23,20 +27,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHARED = "pairs of all tries"  # the purpose of the seeds that all folders share
+SHARED_SEEDS = "pairs of all tries"  # the purpose of the seeds that all folders share
 
 
 @dataclass(frozen=True)
 class Comparison:
     """A folder of a search, to be compared with the base.
 
-    use: for what the ledger draws the seeds of their runs, such as SHARED.
+    use: for what the ledger draws the seeds of their runs, such as SHARED_SEEDS.
     """
 
     search: Search
     source: Source
     base: Source
-    use: str = SHARED
+    use: str = SHARED_SEEDS
 
     @property
     def ledger(self) -> SearchLedger:
@@ -45,7 +49,7 @@ class Comparison:
     @property
     def are_fresh(self) -> bool:
         """True if the seeds are for this comparison alone."""
-        return self.use != SHARED
+        return self.use != SHARED_SEEDS
 
     def differences(self, n_pairs: int) -> list[float]:
         """Make the runs for n_pairs seeds; return, for each, the folder's loss minus the base's.
@@ -62,10 +66,10 @@ class Comparison:
         base_losses = self.ledger.losses_of(self.base.sha256, seeds)
         differences = [loss - base for loss, base in zip(losses, base_losses, strict=True)]
 
-        gain = f"{fmean(differences):+.4f} ±{rule.margin(differences):.4f}"
+        gain = f"{fmean(differences):+.4f} ±{rule.margin_of_mean(differences):.4f}"
         logger.info(f"{pairs}: {gain}")
         self.check_losses(seeds)
-        max_ratio = MAX_TIME if self.are_fresh else CLEARLY_SLOW
+        max_ratio = MAX_TIME_RATIO if self.are_fresh else MAX_TIME_RATIO_SHARED
         self.search.budget.check_time(self.source.sha256, self.base.sha256, seeds, max_ratio)
         return differences
 
@@ -73,7 +77,7 @@ class Comparison:
         """Describe how many pairs a try takes, and how long, by the times of the base's runs."""
         budget = self.search.budget
         run_seconds = budget.mean_seconds(self.base.sha256) / self.search.run_maker.at_once
-        run_seconds += budget.mean_seconds(self.base.sha256, JUDGE_TIME)
+        run_seconds += budget.mean_seconds(self.base.sha256, JUDGE_TIME_FIELD)
         max_pairs = looks[-1]
         shortest = duration(run_seconds * self.missing_runs(looks[0]))
         longest = duration(run_seconds * (self.missing_runs(max_pairs) + 2 * max_pairs))
@@ -85,7 +89,7 @@ class Comparison:
 
     def missing_runs(self, n_pairs: int) -> int:
         """The number of runs that are still to be made for n_pairs of shared seeds."""
-        seeds = set(self.ledger.drawn_seeds(SHARED))
+        seeds = set(self.ledger.drawn_seeds(SHARED_SEEDS))
         n_missing = 0
         for folder in (self.source.sha256, self.base.sha256):
             n_made = len(seeds.intersection(self.ledger.seeds_of(folder)))
@@ -134,7 +138,7 @@ class Comparison:
     def numbers(self, differences: Sequence[float]) -> Entry:
         """The mean difference with its 95 % interval, and the folder's time over the base's."""
         mean = fmean(differences)
-        margin = rule.margin(differences)
+        margin = rule.margin_of_mean(differences)
         seconds = self.search.budget.mean_seconds(self.source.sha256)
         base_seconds = self.search.budget.mean_seconds(self.base.sha256)
         return {

@@ -24,12 +24,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
-FOLDER = Path(__file__).resolve().parent  # of the job: it has this file, and the runs' folders
-FIRST_USER = 61_000  # the user id of the first run, which no other user of the image has
-SHARED = ("/tmp", "/var/tmp", "/dev/shm")  # directories in which all users may write
-FILTER = ("pyseccomp.py", "syscalls.py")  # the files of the filter, beside this file
+JOB_FOLDER = Path(__file__).resolve().parent  # of the job: it has this file, and the runs' folders
+FIRST_USER_ID = 61_000  # the user id of the first run, which no other user of the image has
+SHARED_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")  # directories in which all users may write
+FILTER_FILES = ("pyseccomp.py", "syscalls.py")  # the files of the filter, beside this file
 # This program loads the filter into its own process, and then becomes the run.
-START = """
+FILTER_PROGRAM = """
 import os, sys
 directory, may_fork, *command = sys.argv[1:]
 sys.path.insert(0, directory)
@@ -38,7 +38,7 @@ if syscalls.is_available():
     syscalls.call_filter(may_fork == "True").load()
 os.execv(command[0], command)
 """
-NO_FILTER = """\
+NO_FILTER_WARNING = """\
 warning: this image has no libseccomp: runs can share memory of System V and keyrings, and reach
 sockets of this container, and the time of processes that they start may not count
 """
@@ -54,7 +54,7 @@ class PlannedRun:
 
     @property
     def user(self) -> int:
-        return FIRST_USER + self.index
+        return FIRST_USER_ID + self.index
 
 
 class Driver:
@@ -68,7 +68,7 @@ class Driver:
         self.rank = rank
         self.world_size = world_size
         self.started = time.monotonic()
-        self.plan = json.loads((FOLDER / "plan.json").read_text())
+        self.plan = json.loads((JOB_FOLDER / "plan.json").read_text())
         # On a GPU, runs are timed by the clock, and may start the compiler of kernels.
         self.has_gpu = os.environ.get("SM_NUM_GPUS") not in (None, "", "0")
         self.filter = directory / "filter"
@@ -79,8 +79,8 @@ class Driver:
         self.directory.chmod(0o711)
         copy_files(text, self.text)
         self.filter.mkdir()
-        for name in FILTER:
-            shutil.copyfile(FOLDER / name, self.filter / name)
+        for name in FILTER_FILES:
+            shutil.copyfile(JOB_FOLDER / name, self.filter / name)
 
     def runs(self) -> list[PlannedRun]:
         """The runs of this process."""
@@ -103,7 +103,7 @@ class Driver:
         """Make a run in the time that is left, and write its model and its facts into `target`."""
         folder = self.directory / run.folder
         if not folder.exists():
-            copy_files(FOLDER / run.folder, folder)
+            copy_files(JOB_FOLDER / run.folder, folder)
         output = self.directory / f"run-{run.index}"
         output.mkdir(mode=0o700)
         os.chown(output, run.user, run.user)
@@ -137,7 +137,7 @@ class Driver:
                 if limit < seconds_left:
                     problem = f"it took over {limit:.0f} s"
             seconds = self.now() - began
-            end_all_of(run.user)
+            kill_processes_of(run.user)
             process.wait()
         return seconds, problem
 
@@ -145,7 +145,7 @@ class Driver:
         self, run: PlannedRun, folder: Path, output: Path, log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
         """Start the run as its user, behind the filter."""
-        filtered = [sys.executable, "-P", "-c", START, str(self.filter), str(self.has_gpu)]
+        filtered = [sys.executable, "-P", "-c", FILTER_PROGRAM, str(self.filter), str(self.has_gpu)]
         command = [*filtered, sys.executable, str(folder / "train.py")]
         values = {**self.plan["values"], "seed": run.seed, "data": self.text, "out": output}
         for name, value in values.items():
@@ -207,7 +207,7 @@ def main() -> None:
         driver = Driver(Path(name), rank, world_size)
         driver.set_up(Path(env["SM_CHANNEL_TRAINING"]))
         if rank == 0 and not has_filter(driver.filter):
-            sys.stdout.write(NO_FILTER)
+            sys.stdout.write(NO_FILTER_WARNING)
         driver.make_all(models)
 
 
@@ -218,7 +218,7 @@ def close(base: Path) -> None:
         for parent in Path(python).resolve().parents:
             if not parent.stat().st_mode & 0o001:
                 parent.chmod(0o711)
-    for directory in SHARED:
+    for directory in SHARED_DIRECTORIES:
         Path(directory).chmod(0o711)
     base.chmod(0o700)
 
@@ -257,7 +257,7 @@ def last_line(log: IO[bytes]) -> str:
     return text.rpartition("\n")[2]
 
 
-def end_all_of(user: int) -> None:
+def kill_processes_of(user: int) -> None:
     """Kill all processes of a user."""
     code = f"import os; os.getuid() == {user} and os.kill(-1, 9)"
     command = [sys.executable, "-I", "-c", code]

@@ -30,18 +30,19 @@ MIN_FRESH_PAIRS = 32
 # In nats. A smaller gain can come from a model that looks ahead: by so little that the judge takes
 # it for rounding, or at so few positions that the judge may miss them.
 MIN_GAIN = 0.002
-FOUR_OF_FIVE = 0.84  # quantile of the normal distribution
+POWER_QUANTILE = 0.84  # 80 % of the normal distribution are below it
 # The standard deviation of a pair's difference, divided by that of a loss. At `quick`, losses of
 # one seed correlate by 0.8, also with other initial weights: most of it comes from the order of the
 # batches.
-PAIRED = 0.63
+PAIRED_RATIO = 0.63
 # If the batches of a folder are the same for all seeds, the deviation of its losses is less than
 # CHOSEN_SPREAD of the base's, and their correlation with the base's losses is less than
 # CHOSEN_CORRELATION. At `quick`, honest changes have at least 0.67 and 0.79. The worst pairs of the
 # folder do not count for either.
 CHOSEN_SPREAD, CHOSEN_CORRELATION = 0.65, 0.6
-WORST = 1 / 6  # the share of pairs that do not count for the spread and the correlation
-LUCK = 3.0  # standard deviations by which the best of several hundred orders of batches gains
+WORST_SHARE = 1 / 6  # the share of pairs that do not count for the spread and the correlation
+# Standard deviations by which the best of several hundred orders of batches gains.
+LUCK_DEVIATIONS = 3.0
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,12 @@ def standard_error(differences: Sequence[float]) -> float:
     return stdev(differences) / math.sqrt(len(differences))
 
 
-def margin(differences: Sequence[float]) -> float:
+def margin_of_mean(differences: Sequence[float]) -> float:
     """Half of the 95 % interval of the mean of differences."""
     return T975[len(differences)] * standard_error(differences)
 
 
-def screened(differences: Sequence[float], smallest_gain: float) -> str:
+def first_verdict(differences: Sequence[float], smallest_gain: float) -> str:
     """`better`, `no better`, or '' if it takes more pairs to know. smallest_gain: in nats."""
     mean = fmean(differences)
     error = standard_error(differences)
@@ -90,12 +91,12 @@ def detectable_gains(deviation: float) -> dict[int, float]:
     """
     gains = {}
     for n in LOOKS:
-        error = PAIRED * deviation / math.sqrt(n)
-        gains[n] = (T995[n] + FOUR_OF_FIVE) * error
+        error = PAIRED_RATIO * deviation / math.sqrt(n)
+        gains[n] = (T995[n] + POWER_QUANTILE) * error
     return gains
 
 
-def pairs_for(smallest_gain: float, deviation: float) -> int:
+def n_pairs_for(smallest_gain: float, deviation: float) -> int:
     """How many pairs detect changes with this gain; the largest of LOOKS if none do."""
     for n, gain in detectable_gains(deviation).items():
         if gain <= smallest_gain:
@@ -118,7 +119,7 @@ def decide(
     differences: Sequence[float] = ()
     for n in looks:
         differences = shared(n)
-        outcome = screened(differences, smallest_gain)
+        outcome = first_verdict(differences, smallest_gain)
         if outcome:
             break
     if outcome != "better":
@@ -127,7 +128,7 @@ def decide(
     # It may gain only half of what it seems to. At least MIN_FRESH_PAIRS, as the deviation of few
     # pairs is uncertain.
     likely_gain = max(smallest_gain, -fmean(differences) / 2)
-    n_fresh = max(MIN_FRESH_PAIRS, pairs_for(likely_gain, stdev(differences) / PAIRED))
+    n_fresh = max(MIN_FRESH_PAIRS, n_pairs_for(likely_gain, stdev(differences) / PAIRED_RATIO))
     n_fresh = min(n_fresh, looks[-1])
     logger.info(f"it looks better; {n_fresh} pairs of fresh seeds decide")
     differences = fresh(n_fresh)
@@ -147,7 +148,7 @@ def without_worst(
     def difference(index: int) -> float:
         return losses[index] - base_losses[index]
 
-    n_worst = max(1, round(WORST * len(losses)))
+    n_worst = max(1, round(WORST_SHARE * len(losses)))
     others = sorted(range(len(losses)), key=difference)[:-n_worst]
     return [losses[index] for index in others], [base_losses[index] for index in others]
 
@@ -168,4 +169,4 @@ def may_be_luck(gain: float, losses: Sequence[float], base_losses: Sequence[floa
     base_spread = stdev(base_losses)
     base_spread += base_spread / math.sqrt(2 * len(base_losses))  # plus its standard error
     spread_of_orders = math.sqrt(max(0.0, base_spread**2 - spread**2))
-    return gain < LUCK * spread_of_orders
+    return gain < LUCK_DEVIATIONS * spread_of_orders

@@ -18,10 +18,11 @@ from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.trying.refusal import Refused
 
 # In tokens. In a window as long as the text, a model could learn from the text while it is scored.
-LONGEST_WINDOW = 1 << 10
-LONGEST_REASON = 500  # characters: a model's own message could contain the whole judge's text
-MODELS = 4  # at least so many models of fresh seeds decide on a folder, and share the cuts
-N_CUTS = CUTS // MODELS
+MAX_WINDOW_TOKENS = 1 << 10
+MAX_REASON_LENGTH = 500  # characters: a model's own message could contain the whole judge's text
+# At least so many models of fresh seeds decide on a folder, and share the cuts.
+MIN_FRESH_MODELS = 4
+N_CUTS = CUTS // MIN_FRESH_MODELS
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Judge:
                 with self.worker(model, source, check_limit) as other:
                     check_causal(other, self.encoded, [nats], N_CUTS)
         except (LauncherError, TrainingError) as error:
-            reason = str(error)[:LONGEST_REASON]
+            reason = str(error)[:MAX_REASON_LENGTH]
             raise Refused(reason, is_final=isinstance(error, NotCausal)) from None
         return score
 
@@ -75,5 +76,5 @@ class Judge:
         change."""
         folder = self.settings.home / "sources" / source.sha256
         worker = Worker(model, self.settings, folder, self.tokenizer, silent=True, limit=limit)
-        worker.block_size = min(worker.block_size, LONGEST_WINDOW)
+        worker.block_size = min(worker.block_size, MAX_WINDOW_TOKENS)
         return worker

@@ -28,7 +28,7 @@ from sm_nanogpt.launcher.text.reading import files_in
 from sm_nanogpt.launcher.trying import rule
 from sm_nanogpt.launcher.trying.budget import Budget, sizes_of
 from sm_nanogpt.launcher.trying.code import check_code
-from sm_nanogpt.launcher.trying.comparison import SHARED, Comparison
+from sm_nanogpt.launcher.trying.comparison import SHARED_SEEDS, Comparison
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.planned import planned_tokens
 from sm_nanogpt.launcher.trying.progress import RunProgress
@@ -38,10 +38,10 @@ from sm_nanogpt.launcher.trying.scoring import Judge
 
 logger = logging.getLogger(__name__)
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+SEARCH_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 BASE_SEEDS = 8
-HELD = "running"  # the file that a command locks while it uses a search
-OTHER_KEPT = "another folder was kept meanwhile; change that one so, and try it again"
+LOCK_FILE = "running"  # the file that a command locks while it uses a search
+OTHER_WAS_KEPT = "another folder was kept meanwhile; change that one so, and try it again"
 LUCKY_ORDER = "its losses hardly follow the seeds: a lucky order of its batches may gain as much"
 SMALL_RUN = {
     "max_steps": 2,
@@ -65,7 +65,7 @@ class Search:
         self.directory = directory_of(name, settings)
         self.ledger = SearchLedger(self.directory)
         if not self.ledger.entries:
-            raise no_search(name, settings)
+            raise no_search_error(name, settings)
         self.start = self.ledger.start
         self.budget = Budget(self.ledger)
         self.text = self.directory / "text"
@@ -118,7 +118,7 @@ class Search:
     @property
     def is_running(self) -> bool:
         """True if a command makes runs on this machine now."""
-        return locks.is_locked(self.directory / HELD)
+        return locks.is_locked(self.directory / LOCK_FILE)
 
     def settle(self) -> None:
         """Settle the reservations of jobs that have ended."""
@@ -132,11 +132,11 @@ class Search:
         if entries:
             return entries[0]
         first = self.first
-        seeds = self.ledger.seeds(SHARED, BASE_SEEDS)
+        seeds = self.ledger.seeds(SHARED_SEEDS, BASE_SEEDS)
         self.measure([SeededRun(first, seed) for seed in seeds], "base")
         losses = self.ledger.losses_of(first.sha256, seeds)
         deviation = stdev(losses)
-        pairs = rule.pairs_for(self.start["smallest_gain"], deviation)
+        pairs = rule.n_pairs_for(self.start["smallest_gain"], deviation)
         return self.ledger.add("base", loss=fmean(losses), sd=deviation, pairs=pairs)
 
     # -- runs and their losses --------------------------------------------------------------------
@@ -183,7 +183,8 @@ class Search:
         sizes = sizes_of(finished.model)
         self.budget.check_sizes(sizes)
         source = finished.run.source
-        score = self.judge.score(finished.model, source, leak_check_bound, self.budget.judge_limit)
+        max_seconds = self.budget.max_judge_seconds
+        score = self.judge.score(finished.model, source, leak_check_bound, max_seconds)
         return {
             "folder": source.sha256,
             "seed": finished.run.seed,
@@ -196,13 +197,13 @@ class Search:
     # -- a try ------------------------------------------------------------------------------------
 
     @contextmanager
-    def held(self, shared: bool) -> Iterator[None]:
+    def locked(self, shared: bool) -> Iterator[None]:
         """Lock this search, and wait for commands that hold it.
 
         shared: other commands may hold the search at the same time if they also share it. None can
         remove it.
         """
-        path = self.directory / HELD
+        path = self.directory / LOCK_FILE
         with storage.errors_about(str(path)):
             file = path.open("w")
         with file:
@@ -214,7 +215,7 @@ class Search:
 
     def attempt(self, source: Source, note: str) -> Entry:
         """Judge a folder against the base, and add the verdict to the ledger."""
-        with self.held(shared=self.makes_jobs):
+        with self.locked(shared=self.makes_jobs):
             return self.decide(source, note)
 
     def decide(self, source: Source, note: str) -> Entry:
@@ -232,7 +233,7 @@ class Search:
         with self.ledger.locked():
             if verdict["verdict"] == "kept" and self.ledger.base != base:
                 verdict["verdict"] = "no better"
-                verdict["why"] = OTHER_KEPT
+                verdict["why"] = OTHER_WAS_KEPT
             return self.ledger.write(
                 "try",
                 number=len(self.ledger.of("try")) + 1,
@@ -275,7 +276,7 @@ class Search:
         """Raise Refused for problems that the code shows, or two small steps on this machine do."""
         logger.info("checking the folder: its code, and two small steps")
         check_code(source, self.first, self.judge.content)
-        limit = 10 * self.budget.limit
+        limit = 10 * self.budget.max_run_seconds
         tokens = planned_tokens(source, self.hyperparameters, self.text, limit)
         self.budget.check_sizes({"tokens": tokens})
         small_run = Run(
@@ -322,7 +323,7 @@ class Search:
 
         Raises InputError if nothing was kept yet.
         """
-        with self.held(shared=self.makes_jobs):
+        with self.locked(shared=self.makes_jobs):
             return self.measure_gain(n_pairs)
 
     def measure_gain(self, n_pairs: int) -> Entry:
@@ -337,13 +338,13 @@ class Search:
 
 
 def directory_of(name: str, settings: Settings) -> Path:
-    if not NAME.fullmatch(name):
+    if not SEARCH_NAME.fullmatch(name):
         problem = "must be at most 40 letters, digits, dots, dashes and underscores"
         raise InputError(f"the name {name!r} {problem}")
     return settings.home / "tries" / name
 
 
-def no_search(name: str, settings: Settings) -> InputError:
+def no_search_error(name: str, settings: Settings) -> InputError:
     names = sorted(path.parent.name for path in settings.home.glob("tries/*/ledger.jsonl"))
     others = f"there are {', '.join(names)}" if names else "there are none yet"
     return InputError(f"no search is named {name!r}; {others}", "no-search")

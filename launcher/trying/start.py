@@ -28,17 +28,17 @@ from sm_nanogpt.launcher.text.store import VALIDATION_FRACTION
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.rule import MIN_GAIN
 from sm_nanogpt.launcher.trying.runs import run_maker_class
-from sm_nanogpt.launcher.trying.search import HELD, Search, directory_of
+from sm_nanogpt.launcher.trying.search import LOCK_FILE, Search, directory_of
 from sm_nanogpt.launcher.values import counted
 
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 1 << 28  # tokens of the text that runs read
-MAX_JUDGED = 1 << 16  # tokens of the validation text that are kept for the judge
-MIN_JUDGED = 1000
-GUIDE = Path(__file__).parent / "AGENTS.md"
+MAX_JUDGE_TOKENS = 1 << 16  # tokens of the validation text that are kept for the judge
+MIN_JUDGE_TOKENS = 1000
+GUIDE_FILE = Path(__file__).parent / "AGENTS.md"
 # What people call the facts of a start. The name of the text is none: a text may have several.
-FACTS = {
+FACT_NAMES = {
     "judge": "text",
     "runs_read": "text",
     "hyperparameters": "preset or size",
@@ -75,7 +75,7 @@ def begin_search(
     text = draft.texts["data"]
     if not draft.backend.is_remote:
         check_unreadable(text)
-    n_tokens = check_text(text, min_judged=max(MIN_JUDGED, config.block_size + 1))
+    n_tokens = check_text(text, min_judge_tokens=max(MIN_JUDGE_TOKENS, config.block_size + 1))
     launch.check(draft)
     if len(job.instances) > 1:
         problem = "a search takes one type, or its times would not compare"
@@ -104,7 +104,7 @@ def begin_search(
             if n_tokens > MAX_TOKENS:
                 logger.info(f"runs read {MAX_TOKENS:,} of {n_tokens:,} {corpus.tokenizer.unit}")
             start["runs_read"] = digest_of(files_in(directory / "text"))
-            guide = GUIDE.read_text(encoding="utf-8").replace("NAME", name)
+            guide = GUIDE_FILE.read_text(encoding="utf-8").replace("NAME", name)
             (directory / "AGENTS.md").write_text(guide, encoding="utf-8")
             if target.exists():
                 remove_different(name, start, settings)
@@ -127,28 +127,28 @@ def with_one_generation(request: Request) -> Request:
     return request.model_copy(update={"hyperparameters": hyperparameters})
 
 
-def check_text(text: Channel, min_judged: int) -> int:
+def check_text(text: Channel, min_judge_tokens: int) -> int:
     """The training tokens of a text.
 
     Raises InputError for a text that a search cannot take: it leaves the judge fewer than
-    min_judged characters or tokens, is of conversations, or its length is unknown.
+    min_judge_tokens characters or tokens, is of conversations, or its length is unknown.
     """
     upload = text.upload
     if upload is None or upload.chats:
         problem = "its length is not known" if upload is None else "conversations are not judged"
         problem += "; a search takes text that was uploaded from here"
-    elif n_judged(lengths_of(upload, Config(), "")["validation"]) < min_judged:
-        n_needed = round(2 * min_judged / VALIDATION_FRACTION)
-        problem = f"too short for a search, whose judge keeps a twentieth and needs {min_judged:,}"
-        problem += f" {unit_of(upload)}; use a text of {n_needed:,} or more"
+    elif n_judge_tokens(lengths_of(upload, Config(), "")["validation"]) < min_judge_tokens:
+        n_needed = round(2 * min_judge_tokens / VALIDATION_FRACTION)
+        needs = f"whose judge keeps a twentieth and needs {min_judge_tokens:,} {unit_of(upload)}"
+        problem = f"too short for a search, {needs}; use a text of {n_needed:,} or more"
     else:
         return upload.train_tokens
     raise InputError(f"{text.shown}: {problem}")
 
 
-def n_judged(n_val: int) -> int:
+def n_judge_tokens(n_val: int) -> int:
     """How much of a validation text is kept for the judge, in its characters or tokens."""
-    return min(MAX_JUDGED, n_val // 2)
+    return min(MAX_JUDGE_TOKENS, n_val // 2)
 
 
 def check_unreadable(text: Channel) -> None:
@@ -174,7 +174,7 @@ def check_directory(directory: Path) -> None:
 
 def check_unused(name: str, directory: Path) -> None:
     """Raise InputError if a search has measured its base, or a command uses it."""
-    if locks.is_locked(directory / HELD):
+    if locks.is_locked(directory / LOCK_FILE):
         raise InputError(f"another command uses search {name}; wait for it, or take another name")
     if SearchLedger(directory).of("base"):
         raise InputError(f"there is a search {name}; take another name, or delete {directory}")
@@ -184,7 +184,7 @@ def unfinished_search(name: str, settings: Settings) -> Search | None:
     """The search of this name if its base was begun and not measured; else None."""
     directory = directory_of(name, settings)
     ledger = SearchLedger(directory)
-    if not ledger.entries or ledger.of("base") or locks.is_locked(directory / HELD):
+    if not ledger.entries or ledger.of("base") or locks.is_locked(directory / LOCK_FILE):
         return None
     search = Search(name, settings)
     runs = counted(len(search.ledger.runs), "run")
@@ -202,7 +202,7 @@ def remove_different(name: str, start: Entry, settings: Settings) -> None:
     ledger = SearchLedger(directory)
     differences = set()
     if ledger.entries:
-        for fact, fact_name in FACTS.items():
+        for fact, fact_name in FACT_NAMES.items():
             if ledger.start.get(fact) != start[fact]:
                 differences.add(fact_name)
         if not differences:
@@ -222,7 +222,7 @@ def remove_unfinished(directory: Path) -> bool:
     If the search is in use, this removes nothing and returns False: if a command holds it, its base
     was measured, a job was sent, or money is reserved for one.
     """
-    with storage.errors_about(str(directory)), (directory / HELD).open("w") as file:
+    with storage.errors_about(str(directory)), (directory / LOCK_FILE).open("w") as file:
         if not locks.lock(file, wait=False):
             return False
         ledger = SearchLedger(directory)
@@ -239,7 +239,7 @@ def write_texts(directory: Path, corpus: Corpus) -> str:
     Returns the SHA-256 of the judge's text.
     """
     tokenizer = corpus.tokenizer
-    n_val = len(corpus.val) - n_judged(len(corpus.val))
+    n_val = len(corpus.val) - n_judge_tokens(len(corpus.val))
     train = draw_ids(corpus.train, MAX_TOKENS)
     val = draw_ids(corpus.val[0:n_val], MAX_TOKENS)
     write_ids(directory / "text", tokenizer, train, val)

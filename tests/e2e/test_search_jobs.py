@@ -10,7 +10,7 @@ import pytest
 
 from sm_nanogpt.launcher.trying import comparison, search
 from sm_nanogpt.launcher.trying.history import SearchLedger
-from sm_nanogpt.launcher.trying.search import SHARED
+from sm_nanogpt.launcher.trying.search import SHARED_SEEDS
 
 QUICK = (
     """\
@@ -69,7 +69,7 @@ def failing(seed: int) -> tuple[str, str]:
 def group(aws, cli, short_text_file, tmp_path, home, monkeypatch):
     """The name of a search whose base was trained."""
     # Ten steps are less than the imports' noise.
-    monkeypatch.setattr(comparison, "CLEARLY_SLOW", 100.0)
+    monkeypatch.setattr(comparison, "MAX_TIME_RATIO_SHARED", 100.0)
     monkeypatch.setattr(search, "BASE_SEEDS", 4)  # as many as the pairs of a try
     aws.sagemaker.rate = 1.0
     aws.sagemaker.run.rate = 1.0
@@ -83,7 +83,7 @@ def group(aws, cli, short_text_file, tmp_path, home, monkeypatch):
 
 @pytest.mark.usefixtures("containers")
 def test_a_try_is_one_job_of_runs_on_each_gpu(group, aws, cli, tmp_path, home):
-    first, second, third, fourth = SearchLedger(home / "tries" / group).seeds(SHARED, 4)
+    first, second, third, fourth = SearchLedger(home / "tries" / group).seeds(SHARED_SEEDS, 4)
     folder = launching.edited(tmp_path / "slower", QUICK, SLOWER, CURIOUS, failing(third))
     ran = cli("try", "run", folder, "--group", group, "--note", "a lower rate", "--json")
     assert ran.code == 4, (ran.err, ran.out)

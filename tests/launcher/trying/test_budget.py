@@ -13,7 +13,13 @@ import pytest
 from models import SMALL, some_model
 from safetensors.torch import load_file
 
-from sm_nanogpt.launcher.trying.budget import ENTRY, JUDGE_TIME, RUN_TIME, Budget, sizes_of
+from sm_nanogpt.launcher.trying.budget import (
+    ENTRY_BYTES,
+    JUDGE_TIME_FIELD,
+    RUN_TIME_FIELD,
+    Budget,
+    sizes_of,
+)
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.refusal import Refused
 
@@ -34,7 +40,7 @@ def budget(tmp_path):
 def add_runs(budget: Budget, folder: str, seconds: Sequence[float], first_seed: int = 1) -> None:
     """The runs of a folder, which take so many seconds, and a tenth of them before the judge."""
     for seed, run_seconds in enumerate(seconds, first_seed):
-        times = {RUN_TIME: run_seconds, JUDGE_TIME: run_seconds / 10}
+        times = {RUN_TIME_FIELD: run_seconds, JUDGE_TIME_FIELD: run_seconds / 10}
         budget.ledger.add("run", folder=folder, seed=seed, **SIZES, **times)
 
 
@@ -76,7 +82,8 @@ def test_sizes_are_those_of_all_steps_and_files(tmp_path):
     assert sizes["parameters"] == sum(tensor.numel() for tensor in tensors.values())
     (model / "more").mkdir()
     (model / "more/weights").write_bytes(bytes(1000))
-    assert sizes_of(model)["bytes"] == sizes["bytes"] + 1000 + len("more" + "weights") + 2 * ENTRY
+    n_added = 1000 + len("more" + "weights") + 2 * ENTRY_BYTES
+    assert sizes_of(model)["bytes"] == sizes["bytes"] + n_added
 
 
 def test_a_directory_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
@@ -123,7 +130,7 @@ def test_runs_of_other_seeds_do_not_count(budget):
 
 
 def test_the_time_before_the_judge_is_limited_too(budget):
-    times = {RUN_TIME: 10.0, JUDGE_TIME: 1.4}
+    times = {RUN_TIME_FIELD: 10.0, JUDGE_TIME_FIELD: 1.4}
     budget.ledger.add("run", folder="mine", seed=1, **SIZES, **times)
     with pytest.raises(Refused, match=r"takes 1\.40x the time before the judge"):
         budget.check_time("mine", "first", [1], MAX_RATIO)
@@ -133,9 +140,9 @@ def test_the_time_before_the_judge_is_limited_too(budget):
 def test_a_busy_machine_allows_up_to_twice_the_time(budget, seconds, slowdown):
     """As the fresh runs of the base show, which are made beside those of the folder."""
     add_runs(budget, "base", [10.0, 10.0])
-    assert budget.slowdown("base", [1, 2], RUN_TIME) == 1.0  # there are no others
+    assert budget.slowdown("base", [1, 2], RUN_TIME_FIELD) == 1.0  # there are no others
     add_runs(budget, "base", [seconds, seconds], first_seed=11)
-    assert budget.slowdown("base", [11, 12], RUN_TIME) == slowdown
+    assert budget.slowdown("base", [11, 12], RUN_TIME_FIELD) == slowdown
     add_runs(budget, "mine", [13.0 * slowdown, 13.0 * slowdown], first_seed=11)
     budget.check_time("mine", "base", [11, 12], MAX_RATIO)
     with pytest.raises(Refused):
@@ -143,9 +150,9 @@ def test_a_busy_machine_allows_up_to_twice_the_time(budget, seconds, slowdown):
 
 
 def test_a_run_may_take_four_times_as_long_and_a_minute(budget, tmp_path):
-    assert budget.limit == 100.0
-    assert budget.judge_limit == 64.0
+    assert budget.max_run_seconds == 100.0
+    assert budget.max_judge_seconds == 64.0
     (tmp_path / "new").mkdir()
     ledger = SearchLedger(tmp_path / "new")
     ledger.add("start", folder="first")
-    assert Budget(ledger).limit == math.inf
+    assert Budget(ledger).max_run_seconds == math.inf

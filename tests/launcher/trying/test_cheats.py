@@ -29,13 +29,13 @@ from sm_nanogpt.launcher.local.confine import layers
 from sm_nanogpt.launcher.local.runs import Run, run_all
 from sm_nanogpt.launcher.source import Source, keep_source
 from sm_nanogpt.launcher.trying import local, search
-from sm_nanogpt.launcher.trying.budget import JUDGE_TIME, MAX_TIME
-from sm_nanogpt.launcher.trying.comparison import SHARED, Comparison
+from sm_nanogpt.launcher.trying.budget import JUDGE_TIME_FIELD, MAX_TIME_RATIO
+from sm_nanogpt.launcher.trying.comparison import SHARED_SEEDS, Comparison
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.planned import planned_tokens
 from sm_nanogpt.launcher.trying.refusal import Refused
 from sm_nanogpt.launcher.trying.runs import SeededRun, TriedRun
-from sm_nanogpt.launcher.trying.scoring import LONGEST_REASON, LONGEST_WINDOW, Judge, Score
+from sm_nanogpt.launcher.trying.scoring import MAX_REASON_LENGTH, MAX_WINDOW_TOKENS, Judge, Score
 from sm_nanogpt.launcher.trying.search import Search
 
 pytestmark = pytest.mark.skipif(not layers(), reason="this system confines no program")
@@ -187,14 +187,14 @@ def test_a_model_is_judged_in_many_windows_whatever_it_says(judge, unconfined):
         (CONFIG, f"        self.config = {LONG}"),
         edit_before("if idx.numel() > 1:\n    raise ValueError(idx.size(1))"),
     ]
-    with pytest.raises(Refused, match=f"ValueError: {LONGEST_WINDOW}"):
+    with pytest.raises(Refused, match=f"ValueError: {MAX_WINDOW_TOKENS}"):
         judge(*edits)
 
 
 def test_a_failing_model_cannot_tell_the_text_of_the_judge(judge, unconfined):
     with pytest.raises(Refused) as refusal:
         judge(edit_before("if idx.numel() > 1:\n    raise ValueError(str(idx.tolist()))"))
-    assert len(str(refusal.value)) <= LONGEST_REASON
+    assert len(str(refusal.value)) <= MAX_REASON_LENGTH
 
 
 def test_a_model_that_looks_ahead_in_text_alone_is_refused(judge, unconfined):
@@ -232,10 +232,10 @@ def test_a_verdict_that_a_model_prints_is_none(tiny_search, judge, unconfined, c
 
 def test_what_a_model_computes_before_the_judge_counts(tiny_search, judge):
     """Else it would train there, on text that its folder has stored among its weights."""
-    usual_seconds = tiny_search.budget.mean_seconds(tiny_search.start["folder"], JUDGE_TIME)
+    usual_seconds = tiny_search.budget.mean_seconds(tiny_search.start["folder"], JUDGE_TIME_FIELD)
     code = f"while __import__('time').process_time() < {2 * usual_seconds}:\n    pass"
     score = judge(edit_before(code), leak_check_bound=-math.inf)
-    assert score.seconds > MAX_TIME * usual_seconds
+    assert score.seconds > MAX_TIME_RATIO * usual_seconds
 
 
 def test_a_model_that_hangs_while_it_is_checked_is_ended(judge, monkeypatch):
@@ -472,7 +472,7 @@ def test_runs_that_are_one_run_are_refused(tiny_search, shared_search, tmp_path,
     source = Source.read(tiny_folder(tmp_path / "a", edit_before("pass")))
     base = Source.read(shared_search.base)
     monkeypatch.setattr(tiny_search, "measure", lambda *_: None)
-    seeds = tiny_search.ledger.seeds(SHARED, 4)
+    seeds = tiny_search.ledger.seeds(SHARED_SEEDS, 4)
     losses = {(base.sha256, seed): 2.0 + n / 1000 for n, seed in enumerate(seeds)}
     losses |= {(source.sha256, seed): 1.9 for seed in seeds}
     monkeypatch.setattr(SearchLedger, "losses", losses)
@@ -511,7 +511,7 @@ def test_each_model_that_seems_better_is_tested(tiny_search, shared_search, tmp_
     monkeypatch.setattr(search, "sizes_of", lambda model: {})
     monkeypatch.setattr(Judge, "score", score)
     monkeypatch.setattr(tiny_search.budget, "check_time", lambda *_: None)
-    drawn = {SHARED: range(11, 15), "a against b": range(21, 25)}
+    drawn = {SHARED_SEEDS: range(11, 15), "a against b": range(21, 25)}
     monkeypatch.setattr(tiny_search.ledger, "seeds", lambda use, n: drawn[use])
     for use in drawn:
         Comparison(tiny_search, source, base, use).differences(4)

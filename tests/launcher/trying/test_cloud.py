@@ -404,7 +404,7 @@ def test_a_keep_is_two_jobs_of_known_cost(attempt, jobs, home, cloud):
     assert base["usd"] == pytest.approx(7.09 * 100 / 3600, rel=0.01)
     assert len(jobs) == len(book.of("sent")) == 3 and not book.open_reservations
     base_seeds = {run["seed"] for run in book.of("run") if run["folder"] == entry["base"]}
-    assert {*book.seeds(search.SHARED, 8)} < base_seeds
+    assert {*book.seeds(search.SHARED_SEEDS, 8)} < base_seeds
 
 
 @pytest.mark.parametrize("command", ["fetch-and-sample", "metrics"])
@@ -467,7 +467,7 @@ def test_a_killed_commands_job_is_taken_not_paid_again(attempt, jobs, home, monk
 
 def test_a_search_on_sagemaker_survives_kills(attempt, jobs, home, monkeypatch):
     """At each write of its ledger, whole or in part: no run is lost, made twice, or paid twice."""
-    monkeypatch.setattr(jobs_of, "UNKNOWN_SECONDS", 0)  # for jobs that were never sent
+    monkeypatch.setattr(jobs_of, "MAX_UNKNOWN_SECONDS", 0)  # for jobs that were never sent
     for number in range(1, 8):  # reserved, sending, sent, settled, and the first runs
         with pytest.MonkeyPatch.context() as patch:
             kill_at(patch, number, is_torn=number % 2 == 0)
@@ -650,7 +650,7 @@ def test_a_run_of_a_job_starts_with_the_filter_alone(tmp_path):
         (tmp_path / name).write_bytes(path.read_bytes())
     assert driver.has_filter(tmp_path)
     code = "import os; print(os.getpid()); os.fork()"
-    start = [sys.executable, "-P", "-c", driver.START, str(tmp_path), "False"]
+    start = [sys.executable, "-P", "-c", driver.FILTER_PROGRAM, str(tmp_path), "False"]
     done = subprocess.run([*start, sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stdout.count("\n") == 1

@@ -10,7 +10,7 @@ import pytest
 
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.source import Source
-from sm_nanogpt.launcher.trying.code import MAX_PACKED, check_code, check_copies, runs_in
+from sm_nanogpt.launcher.trying.code import MAX_PACKED_BYTES, check_code, check_copies, runs_in
 from sm_nanogpt.launcher.trying.refusal import Refused
 
 PACKAGED = Source.packaged()
@@ -19,7 +19,7 @@ FIRST = Source(
     PACKAGED.directory,
     {name: PACKAGED.files[name] for name in ("config.py", "model.py", "train.py")},
 )
-WEIGHTS = random.Random(1).randbytes(MAX_PACKED + 1000)
+WEIGHTS = random.Random(1).randbytes(MAX_PACKED_BYTES + 1000)
 TEXT = (
     "Call me Ishmael. Some years ago, never mind how long precisely, having little money in my"
     " purse, I thought I would sail about a little and see the watery part of the world.\n"

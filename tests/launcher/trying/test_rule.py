@@ -28,7 +28,7 @@ def attempt(
 
     base: the noise of the base's first runs, which tries share.
     """
-    max_pairs = rule.pairs_for(smallest_gain, DEVIATION / rule.PAIRED)
+    max_pairs = rule.n_pairs_for(smallest_gain, DEVIATION / rule.PAIRED_RATIO)
     n_pairs = {"shared": 0, "fresh": 0}
     spread = DEVIATION / 2**0.5
     base_losses = base or [draw.gauss(0, spread) for _ in range(max_pairs)]
@@ -45,7 +45,7 @@ def attempt(
     looks = [n for n in rule.LOOKS if n <= max_pairs]
     decision = rule.decide(shared, fresh, looks, smallest_gain)
     error = abs(fmean(decision.differences) + gain)
-    holds_gain = error < rule.margin(decision.differences)
+    holds_gain = error < rule.margin_of_mean(decision.differences)
     return Attempt(decision.verdict == "kept", sum(n_pairs.values()), holds_gain)
 
 
@@ -75,7 +75,7 @@ def test_a_test_errs_as_often_as_it_says(quantiles, share):
 
 def test_an_interval_is_of_the_mean_of_all_pairs():
     standard_error = math.sqrt(4 / 3) / 2
-    assert rule.margin([1.0, 3.0, 1.0, 3.0]) == pytest.approx(3.182 * standard_error)
+    assert rule.margin_of_mean([1.0, 3.0, 1.0, 3.0]) == pytest.approx(3.182 * standard_error)
 
 
 def test_what_changes_nothing_is_hardly_ever_kept():
@@ -98,7 +98,7 @@ def test_a_change_that_gains_is_found():
 def test_four_of_five_gains_that_can_be_detected_are_confirmed():
     draw = random.Random(8)
     gain = rule.detectable_gains(1.0)[8]
-    tries = [[draw.gauss(-gain, rule.PAIRED) for _ in range(8)] for _ in range(500)]
+    tries = [[draw.gauss(-gain, rule.PAIRED_RATIO) for _ in range(8)] for _ in range(500)]
     n_confirmed = sum(rule.is_confirmed(differences, gain) for differences in tries)
     assert n_confirmed / len(tries) == pytest.approx(0.8, abs=0.05)
 
@@ -147,7 +147,7 @@ def test_a_change_that_no_look_decides_is_undecided():
 
 
 def test_a_change_of_nothing_is_no_better():
-    assert rule.screened([0.0] * 4, 0.005) == "no better"
+    assert rule.first_verdict([0.0] * 4, 0.005) == "no better"
 
 
 def losses_of(
@@ -215,5 +215,5 @@ def test_a_hopeless_change_costs_few_pairs():
 
 def test_smaller_gains_need_more_pairs():
     deviation = 0.016  # of a loss
-    pairs = [rule.pairs_for(gain, deviation) for gain in (0.05, 0.02, 0.007, 0.001)]
+    pairs = [rule.n_pairs_for(gain, deviation) for gain in (0.05, 0.02, 0.007, 0.001)]
     assert pairs == [4, 8, 32, 64]

@@ -192,7 +192,7 @@ def test_a_try_that_is_killed_again_and_again_begins_anew(started, home, tmp_pat
     """A run that depends on more than its seed could wait for a kill until it was lucky."""
     path = folder(tmp_path / "a", 0.05)
     ledger, folder_hash = opened(home).ledger, Source.read(path).sha256
-    [seed, *_] = ledger.seeds(search.SHARED, 1)
+    [seed, *_] = ledger.seeds(search.SHARED_SEEDS, 1)
     ledger.add("run", folder=folder_hash, seed=seed, seconds=10.0, judge_seconds=3.0, loss=1.0)
     for _ in range(4):
         ledger.add("begun", runs=[(folder_hash, seed)])
@@ -316,18 +316,18 @@ def test_a_gain_waits_for_another_command(started, home, tmp_path, monkeypatch):
             raise Waiting
 
     monkeypatch.setattr(search.logger, "info", log)
-    with opened(home).held(shared=False), pytest.raises(Waiting):
+    with opened(home).locked(shared=False), pytest.raises(Waiting):
         opened(home).gain(4)
 
 
 def test_an_error_within_a_held_search_is_not_of_its_lock(tiny_search):
-    with pytest.raises(FileNotFoundError, match="other"), tiny_search.held(shared=True):
+    with pytest.raises(FileNotFoundError, match="other"), tiny_search.locked(shared=True):
         (tiny_search.directory / "other").read_bytes()
 
 
 def test_a_search_whose_lock_cannot_be_opened_is_an_error(tiny_search):
-    (tiny_search.directory / search.HELD).mkdir()
-    with pytest.raises(ServiceError, match=search.HELD), tiny_search.held(shared=True):
+    (tiny_search.directory / search.LOCK_FILE).mkdir()
+    with pytest.raises(ServiceError, match=search.LOCK_FILE), tiny_search.locked(shared=True):
         pass
 
 
@@ -361,7 +361,7 @@ def test_a_try_that_runs_is_in_the_log_and_can_be_shown(started, home, tmp_path)
     source = Source.read(folder(tmp_path / "a", 0.05))
     keep_source(source, Settings(home=home))
     running = opened(home)
-    with running.held(shared=False):
+    with running.locked(shared=False):
         assert "running: a folder is being checked\n" in started("try", "log", "plays").good.err
         running.ledger.add("begun", runs=[[running.ledger.base, 1], [source.sha256, 1]])
         line = f"running: try 1, folder {source.sha256[:8]}, 0 runs made so far\n"
@@ -378,7 +378,7 @@ def test_a_gain_that_is_measured_is_no_try(started, home, tmp_path):
     running = opened(home)
     ledger = running.ledger
     assert ledger.base != ledger.start["folder"]
-    with running.held(shared=False):
+    with running.locked(shared=False):
         ledger.add("begun", runs=[[ledger.start["folder"], 1], [ledger.base, 1]])
         ran = started("try", "log", "plays").good
         assert "running: the gain of all kept tries is being measured\n" in ran.err
@@ -410,8 +410,8 @@ def test_a_kill_at_any_moment_is_as_none(home, short_text_file, trained, tmp_pat
     monkeypatch.setattr(
         Judge, "score", lambda *args: Score(2.0 - gain_of(args[2]) + noise.gauss(0, 0.004), 3.0)
     )
-    monkeypatch.setattr(comparison, "MAX_TIME", 100.0)  # of a tenth of a second
-    monkeypatch.setattr(comparison, "CLEARLY_SLOW", 100.0)
+    monkeypatch.setattr(comparison, "MAX_TIME_RATIO", 100.0)  # of a tenth of a second
+    monkeypatch.setattr(comparison, "MAX_TIME_RATIO_SHARED", 100.0)
     mine = folder(tmp_path / "mine", 0.05)
     base = folder(tmp_path / "base", 0.0)
     for path in (mine, base):  # real runs that learn nothing
@@ -529,7 +529,7 @@ def test_a_search_that_a_command_uses_is_not_begun_anew(
     shared, problem, cli, home, short_text_file, trained
 ):
     request = Request(instance="local", preset="quick", data=str(short_text_file))
-    with begin_search("plays", request, Settings(home=home), 0.01, None).held(shared):
+    with begin_search("plays", request, Settings(home=home), 0.01, None).locked(shared):
         again = cli("try", "start", "plays", "--text", short_text_file)
         assert again.failed(2, problem)
         assert "delete" not in again.error
