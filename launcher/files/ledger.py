@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,9 +71,11 @@ class Ledger:
     def locked(self) -> Iterator[None]:
         """Lock the ledger, so that no other process adds to it, and read what others have added."""
         lock_path = self.path.with_suffix(".lock")
-        with storage.errors_about(str(self.path)), lock_path.open("w") as file:
-            locks.lock(file)
-            self.check_present(file, lock_path)
+        with ExitStack() as stack:
+            with storage.errors_about(str(self.path)):  # not around the body, with other errors
+                lock_file = stack.enter_context(lock_path.open("w"))
+                locks.lock(lock_file)
+                self.check_present(lock_file, lock_path)
             self.read()
             yield
 
@@ -91,18 +93,19 @@ class Ledger:
     def write(self, kind: str, **facts: Any) -> Entry:
         """Add an entry to the locked ledger.
 
-        A note or a path may hold bytes that are not UTF-8, which are escaped. Raises OSError.
+        A note or a path may hold bytes that are not UTF-8, which are escaped.
         """
         moment = round(time.time(), 3)
         entry = {"previous": self.last_hash, "kind": kind, "at": moment, **facts}
         line = json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
-        with os.fdopen(descriptor, "wb") as file:
-            file.truncate(self.end)  # what a killed command began
-            file.seek(self.end)
-            file.write(line)
-            file.flush()
-            flush_to_disk(file.fileno())
+        with storage.errors_about(str(self.path)):
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
+            with os.fdopen(descriptor, "wb") as file:
+                file.truncate(self.end)  # what a killed command began
+                file.seek(self.end)
+                file.write(line)
+                file.flush()
+                flush_to_disk(file.fileno())
         self.advance(line)
         self.take_in(entry)
         return entry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import IO, Any
 
@@ -63,3 +64,23 @@ def test_a_ledger_that_is_removed_gets_no_entry(is_made_anew, tmp_path, monkeypa
     with pytest.raises(ServiceError, match=r"ledger\.jsonl was removed"):
         ledger.add("try", number=1)
     assert not path.exists()
+
+
+def test_an_error_below_the_lock_is_not_about_the_ledger(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    missing = tmp_path / "missing"
+    with pytest.raises(FileNotFoundError) as raised, ledger.locked():
+        missing.read_bytes()
+    assert raised.value.filename == str(missing)
+    ledger.add("start", text="a")  # the lock is free again
+
+
+def test_an_entry_that_the_disk_does_not_take_names_the_ledger(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("sm_nanogpt.launcher.files.ledger.flush_to_disk", fail)
+    with pytest.raises(ServiceError, match=r"ledger\.jsonl: .* disk is full"):
+        ledger.add("start", text="a")
