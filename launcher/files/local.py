@@ -23,7 +23,7 @@ from sm_nanogpt.launcher.files.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 20  # of a file that are read at once
 TEMPORARY = ".tmp"  # suffix of files that are being written
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sm_nanogpt.launcher.errors import InputError
-from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
 from sm_nanogpt.launcher.models.encoder import MAX_PIECE as PIECE
 from sm_nanogpt.launcher.text.encodings import read_text
 from sm_nanogpt.launcher.text.messengers import read_slack_people
@@ -128,7 +127,8 @@ def survey_text(name: str, files: Sequence[File]) -> Survey:
         size = 0
         characters = 0
         with open_text(file) as content:
-            for chunk, text in read_text(content, file.shown, CHUNK_BYTES):
+            for text in read_text(content, file.shown):
+                chunk = text.encode()
                 file_digest.update(chunk)
                 vocabulary.update(text)
                 survey.note_suspicions(chunk, file.shown)
@@ -247,7 +247,7 @@ def read_pieces(file: File) -> Iterator[str]:
     """
     text = ""
     with open_text(file) as content:
-        for _, chunk in read_text(content, file.shown, PIECE):
+        for chunk in read_text(content, file.shown):
             text += chunk
             while len(text) > PIECE:
                 end = text.rfind("\n", PIECE // 2, PIECE) + 1 or PIECE

@@ -11,7 +11,8 @@ from itertools import pairwise
 from typing import IO
 
 from sm_nanogpt.launcher.errors import InputError
-from sm_nanogpt.launcher.text.unpacking import CHUNK, ChunkedFile
+from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
+from sm_nanogpt.launcher.text.unpacking import ChunkedFile
 
 SAMPLE = 1 << 22  # bytes that are read behind a fault to judge it
 GUESS_BYTES = 1 << 16  # the bytes by which an encoding is guessed
@@ -88,20 +89,20 @@ class TextDecoder:
         return text
 
 
-def read_text(file: IO[bytes], name: object, chunk_bytes: int) -> Iterator[tuple[bytes, str]]:
-    """Yield a UTF-8 text in chunks of chunk_bytes, each with the characters that end in it.
+def read_text(file: IO[bytes], name: object) -> Iterator[str]:
+    """Yield the characters of a UTF-8 text, chunk by chunk.
 
     name: what errors call the file. Raises InputError if the text is not UTF-8, or has a zero.
     """
     decoder = TextDecoder(file, name, "utf-8")
     position = 0  # bytes
     last_chunk = b""
-    while chunk := file.read(chunk_bytes):
+    while chunk := file.read(CHUNK_BYTES):
         zero = chunk.find(0)
         if zero >= 0:
             decoder.cursor.advance(chunk[:zero].decode(errors="ignore"))
             raise with_zero(name, chunk + file.read(SAMPLE), zero, decoder.cursor, position)
-        yield chunk, decoder.decode(chunk)
+        yield decoder.decode(chunk)
         position += len(chunk)
         last_chunk = chunk
     incomplete, _ = decoder.decoder.getstate()
@@ -114,13 +115,13 @@ def as_utf8(file: IO[bytes], name: object, encoding: str = "utf-8") -> io.Buffer
 
     def make_chunks(file: IO[bytes]) -> Iterator[bytes]:
         decoder = TextDecoder(file, name, encoding)
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(CHUNK_BYTES):
             text = decoder.decode(chunk)
             if text:
                 yield text.encode()
         yield decoder.decode(b"", is_end=True).encode()
 
-    return io.BufferedReader(ChunkedFile(file, make_chunks), CHUNK)
+    return io.BufferedReader(ChunkedFile(file, make_chunks), CHUNK_BYTES)
 
 
 # -- what is wrong with a text ---------------------------------------------------------------------

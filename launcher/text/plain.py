@@ -13,8 +13,9 @@ from email.message import EmailMessage
 from html.parser import HTMLParser
 from typing import IO
 
+from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
 from sm_nanogpt.launcher.text.talks import list_counts
-from sm_nanogpt.launcher.text.unpacking import CHUNK, ChunkedFile
+from sm_nanogpt.launcher.text.unpacking import ChunkedFile
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +58,14 @@ def converter(
                 yield text.encode("utf-8", "surrogateescape")
 
     def convert(file: io.BufferedReader) -> io.BufferedReader:
-        return io.BufferedReader(ChunkedFile(file, make_chunks), CHUNK)
+        return io.BufferedReader(ChunkedFile(file, make_chunks), CHUNK_BYTES)
 
     return convert
 
 
 def characters_in(file: IO[bytes]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
-    while chunk := file.read(CHUNK):
+    while chunk := file.read(CHUNK_BYTES):
         yield decoder.decode(chunk)
     yield decoder.decode(b"", True)
 

@@ -181,10 +181,10 @@ def is_utf8_file(file: File, encoding: str) -> bool:
     is_same = True
     try:
         with open_text(file) as content:
-            for chunk, text in read_text(content, file.shown, CHUNK_BYTES):
+            for text in read_text(content, file.shown):
                 if not text.isascii():
                     return True
-                if not has_zeros and chunk.decode(encoding, "replace") != text:
+                if not has_zeros and text.encode().decode(encoding, "replace") != text:
                     is_same = False
     except InputError as error:
         if error.code in PLAIN_FILE_CODES:

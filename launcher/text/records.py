@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from sm_nanogpt.launcher.errors import InputError, not_installed
+from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
 from sm_nanogpt.launcher.models.encoder import MAX_PIECE as PIECE
 from sm_nanogpt.launcher.text.chats import FIELDS, may_be_chat, turns_of
 from sm_nanogpt.launcher.text.encodings import EncodingFault, not_text, read_text
@@ -23,7 +24,7 @@ from sm_nanogpt.launcher.text.exports import WHOLE_FILE, is_no_chat, why_no_docu
 from sm_nanogpt.launcher.text.messengers import talks_in_json
 from sm_nanogpt.launcher.text.tables import read_rows
 from sm_nanogpt.launcher.text.talks import Talk
-from sm_nanogpt.launcher.text.unpacking import CHUNK, Unpacking
+from sm_nanogpt.launcher.text.unpacking import Unpacking
 from sm_nanogpt.launcher.values import counted, is_utf8
 
 MAX_RECORD = 1 << 26  # bytes of a record, which is in memory as a whole
@@ -149,7 +150,7 @@ def read_whole_file(file: IO[bytes]) -> dict[str, Any] | list[Any] | None:
 def read_json_array(file: IO[bytes], name: str, column: str) -> Records:
     """Yield the items of an array. The file is in memory as a whole."""
     try:
-        items = json.loads("".join(text for _, text in read_text(file, name, CHUNK)))
+        items = json.loads("".join(read_text(file, name)))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name}: {json_problem(error)}") from None
     yield from records_in(items, name, column)
@@ -259,7 +260,7 @@ def read_parquet(file: IO[bytes], name: str, column: str) -> Records:
     file.seek(0)
     number = 0
     try:
-        source = ParquetFile(file, buffer_size=CHUNK, pre_buffer=False)
+        source = ParquetFile(file, buffer_size=CHUNK_BYTES, pre_buffer=False)
         check_schema(source.schema_arrow, column)
         columns = [field for field in source.schema_arrow.names if field in {column, *FIELDS}]
         for batch in source.iter_batches(ROWS, columns=columns):

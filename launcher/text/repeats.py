@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
 from sm_nanogpt.launcher.text.encodings import read_text
 from sm_nanogpt.launcher.text.reading import File, open_text
 from sm_nanogpt.launcher.text.store import VALIDATION_FRACTION
@@ -119,8 +118,7 @@ def read_chunks(files: Iterable[File]) -> Iterator[str]:
     """The text of files in chunks, in the order in which train.py reads them."""
     for file in sorted(files, key=lambda file: Path(file.name)):
         with open_text(file) as content:
-            for _, text in read_text(content, file.shown, CHUNK_BYTES):
-                yield text
+            yield from read_text(content, file.shown)
 
 
 def training_of(files: Sequence[File], n_train: int) -> Iterator[bytes]:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
 
 if sys.version_info >= (3, 14):
     from compression import zstd
 else:
     from backports import zstd
 
-CHUNK = 1 << 20  # bytes of a file that are read at once
 # Text packs to a tenth of its size, and logs of equal lines to a hundredth. A file that unpacks to
 # more than MAX_RATIO times its size is no text.
 MAX_RATIO = 200
@@ -127,8 +127,8 @@ def bounded(file: IO[bytes], name: object, packed_size: int) -> io.BufferedReade
 
     def make_chunks(file: IO[bytes]) -> Iterator[bytes]:
         unpacking = Unpacking(name, packed_size)
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(CHUNK_BYTES):
             unpacking.add(len(chunk))
             yield chunk
 
-    return io.BufferedReader(ChunkedFile(file, make_chunks), CHUNK)
+    return io.BufferedReader(ChunkedFile(file, make_chunks), CHUNK_BYTES)

@@ -13,7 +13,6 @@ from typing import IO
 
 from sm_nanogpt.launcher.text.encodings import read_text
 from sm_nanogpt.launcher.text.talks import PAUSE, Talk, TalkMessage
-from sm_nanogpt.launcher.text.unpacking import CHUNK
 
 WHATSAPP_LINE = re.compile(
     r"\u200e?\[?(?P<date>\d{1,4}[./-]\d{1,2}[./-]\d{1,4}),? "
@@ -108,7 +107,7 @@ def name_of(author: str) -> str:
 def read_whatsapp(file: IO[bytes], name: str) -> Iterator[tuple[str, Talk]]:
     """Yield the one talk of a file that WhatsApp exported, with the name of the file."""
     talk = Talk()
-    text = "".join(part for _, part in read_text(file, name, CHUNK))
+    text = "".join(read_text(file, name))
     lines: list[str] = []  # of the message that is read
     day = 0
     date = ""

@@ -63,7 +63,7 @@ def test_a_text_that_changes_meanwhile_is_refused(home, cli, source, monkeypatch
 
 
 def test_a_character_may_lie_across_two_chunks(home, tmp_path, monkeypatch):
-    monkeypatch.setattr("sm_nanogpt.launcher.text.documents.CHUNK_BYTES", 5)
+    monkeypatch.setattr("sm_nanogpt.launcher.text.encodings.CHUNK_BYTES", 5)
     (tmp_path / "wide.txt").write_text("🙂漢é" * 300)
     upload = upload_data(tmp_path / "wide.txt")
     assert upload.characters == 900

@@ -56,7 +56,7 @@ COMMAND = r"`((?:iconv|python3|tr) .* FILE > NEW-FILE)`"
 def test_a_fault_is_named_and_its_remedy_works(fault, tmp_path):
     content, fact = FAULTS[fault]
     with pytest.raises(InputError) as refused:
-        list(read_text(io.BytesIO(content), "a.txt", 1 << 20))
+        list(read_text(io.BytesIO(content), "a.txt"))
     assert fact in str(refused.value)
 
     advice = re.search(COMMAND, sentence(refused.value))
@@ -66,16 +66,17 @@ def test_a_fault_is_named_and_its_remedy_works(fault, tmp_path):
     # A shell, as the user has. iconv ends with 1 if it left something out.
     subprocess.run(command, shell=True, cwd=tmp_path, check=False)
     mended = (tmp_path / "mended.txt").read_bytes()
-    text = "".join(piece for _, piece in read_text(io.BytesIO(mended), "mended.txt", 1 << 20))
+    text = "".join(read_text(io.BytesIO(mended), "mended.txt"))
     valid = content.decode(errors="ignore").replace("\0", "")
     assert text.replace("\U0001f642", "") == valid
 
 
 @pytest.mark.parametrize("fault", ["a pasted line", "a zero"])
-def test_a_fault_is_the_same_in_small_chunks(fault):
+def test_a_fault_is_the_same_in_small_chunks(fault, monkeypatch):
+    monkeypatch.setattr("sm_nanogpt.launcher.text.encodings.CHUNK_BYTES", 7)
     content, fact = FAULTS[fault]
     with pytest.raises(InputError) as refused:
-        list(read_text(io.BytesIO(content), "a.txt", 7))
+        list(read_text(io.BytesIO(content), "a.txt"))
     assert fact in str(refused.value)
 
 
