@@ -105,7 +105,7 @@ def read_questions(path: Path) -> list[Question]:
     assert read_records is not None
     questions = []
     with open_text(file) as content:
-        for position, record in read_records(content, str(path), "text", ""):
+        for position, record in read_records(content, file):
             messages = []
             for turn in turns_of(record, position) or []:
                 role, _, text = turn.partition("\n")

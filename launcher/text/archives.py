@@ -11,14 +11,18 @@ import shlex
 import zipfile
 import zlib
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.text.encodings import read_text
 from sm_nanogpt.launcher.text.messengers import parse_slack_people, talks_in_json
 from sm_nanogpt.launcher.text.records import with_positions
 from sm_nanogpt.launcher.text.talks import Talk
 from sm_nanogpt.launcher.text.unpacking import Unpacking
-from sm_nanogpt.launcher.text.whatsapp import LOOK_BYTES, WHATSAPP_START, is_chat, read_whatsapp
+from sm_nanogpt.launcher.text.whatsapp import LOOK_BYTES, WHATSAPP_START, is_chat, parse_whatsapp
+
+if TYPE_CHECKING:  # it imports this module
+    from sm_nanogpt.launcher.text.reading import File
 
 logger = logging.getLogger(__name__)
 
@@ -29,18 +33,17 @@ OTHER_FILE = "other file of the archive"
 UNPACK = "unpack it: `unzip {path}`"
 
 
-def read_zip(file: IO[bytes], name: str, me: str) -> Iterator[tuple[str, Talk]]:
+def read_zip(content: IO[bytes], file: File) -> Iterator[tuple[str, Talk]]:
     """Yield the talks of the exports in an archive, each with its position, in the order of file
     names.
 
-    me: the person whose messages are to be learned, by whom a chat of WhatsApp is told from a
-    diary. Raises InputError if there is no export, or the archive is damaged or encrypted.
+    Raises InputError if there is no export, or the archive is damaged or encrypted.
     """
-    archive = Archive(file, name)
+    archive = Archive(content, file.shown)
     other_files = Talk()
     n_exports = 0
     for entry in archive.entries:
-        talks = archive.read_export(entry, me)
+        talks = archive.read_export(entry, file.me)
         if talks is None:
             if entry.file_size > EMPTY_LIST_BYTES:
                 other_files.left_out[OTHER_FILE] += 1
@@ -53,7 +56,7 @@ def read_zip(file: IO[bytes], name: str, me: str) -> Iterator[tuple[str, Talk]]:
         raise archive.error("has no chat that a known program exported", UNPACK)
     for problem in archive.unreadable:
         logger.warning(f"{problem}; it is left out")
-    yield name, other_files
+    yield file.shown, other_files
 
 
 class Archive:
@@ -107,7 +110,8 @@ class Archive:
             warning = f"{file_label}: has times as a chat of WhatsApp has, but is left out"
             logger.warning(warning, extra={"code": "read-as-chat"})
             return None
-        return list(read_whatsapp(io.BytesIO(self.read(entry)), file_label))
+        text = "".join(read_text(io.BytesIO(self.read(entry)), file_label))
+        return [(file_label, parse_whatsapp(text))]
 
     def read(self, entry: zipfile.ZipInfo, n_bytes: int = -1) -> bytes:
         """Read the first n_bytes of a file; by default all."""

@@ -227,7 +227,7 @@ def documents_in(file: File, skipped: Skipped) -> Iterator[TextDocument]:
         yield TextDocument(file.shown, False, read_pieces(file))
         return
     with open_text(file) as content:
-        for position, record in reader(content, file.shown, file.column, file.me):
+        for position, record in reader(content, file):
             if isinstance(record, Talk):
                 if record.people_file:
                     record.name_people(read_slack_people(file.path.parent / record.people_file))

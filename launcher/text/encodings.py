@@ -12,7 +12,7 @@ from typing import IO
 
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
-from sm_nanogpt.launcher.text.unpacking import ChunkedFile
+from sm_nanogpt.launcher.text.unpacking import buffered_file
 
 SAMPLE = 1 << 22  # bytes that are read behind a fault to judge it
 GUESS_BYTES = 1 << 16  # the bytes by which an encoding is guessed
@@ -121,7 +121,7 @@ def as_utf8(file: IO[bytes], name: object, encoding: str = "utf-8") -> io.Buffer
                 yield text.encode()
         yield decoder.decode(b"", is_end=True).encode()
 
-    return io.BufferedReader(ChunkedFile(file, make_chunks), CHUNK_BYTES)
+    return buffered_file(file, make_chunks)
 
 
 # -- what is wrong with a text ---------------------------------------------------------------------

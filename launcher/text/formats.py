@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from sm_nanogpt.launcher.text.archives import read_zip
-from sm_nanogpt.launcher.text.plain import (
-    converter,
-    texts_of_mailbox,
-    texts_of_page,
-    texts_of_subtitles,
-)
+from sm_nanogpt.launcher.text.plain import texts_of_mailbox, texts_of_page, texts_of_subtitles
 from sm_nanogpt.launcher.text.records import (
     Records,
-    read_json_array,
+    read_json,
     read_json_lines,
     read_parquet,
     read_table,
@@ -28,27 +22,12 @@ from sm_nanogpt.launcher.text.records import (
 from sm_nanogpt.launcher.text.unpacking import Compression, compression_of, without_compression
 from sm_nanogpt.launcher.text.whatsapp import WHATSAPP_START, read_whatsapp
 
-# Takes a file, its name, the field of its texts, and the person whose messages a model learns.
-Reader = Callable[[IO[bytes], str, str, str], Records]
-Converter = Callable[[io.BufferedReader], io.BufferedReader]  # a file in UTF-8 to its text
+if TYPE_CHECKING:  # it imports this module
+    from sm_nanogpt.launcher.text.reading import File
 
-
-def for_records(read: Callable[[IO[bytes], str, str], Records]) -> Reader:
-    """A reader for records, of which no person is to be known."""
-
-    def read_file(file: IO[bytes], name: str, column: str, me: str) -> Records:
-        return read(file, name, column)
-
-    return read_file
-
-
-def for_chats(read: Callable[[IO[bytes], str, str], Records]) -> Reader:
-    """A reader for exported chats, which have no field for the text."""
-
-    def read_file(file: IO[bytes], name: str, column: str, me: str) -> Records:
-        return read(file, name, me)
-
-    return read_file
+# Both take the content of a file, unpacked and in UTF-8.
+Reader = Callable[[IO[bytes], "File"], Records]
+Extractor = Callable[[IO[bytes]], Iterator[str]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +42,7 @@ class Format:
     magic: bytes = b""  # a pattern that the first bytes of a file match
     help: str = ""  # what is read of a file, for the help of upload-data and docs/tokens.md
     reader: Reader | None = None  # yields the records of a file
-    converter: Converter | None = None  # extracts the plain text of a file
+    extractor: Extractor | None = None  # yields the plain text of a file, in parts
     is_text: bool = False  # True: `include` takes such a file as plain text
     advice: str = ""  # how to make a text of a file that is refused
 
@@ -91,23 +70,21 @@ JSON_LINES = Format(
     "JSON lines",
     ".jsonl .ndjson",
     help="JSON, one object a line",
-    reader=for_records(read_json_lines),
+    reader=read_json_lines,
     is_text=True,
 )
 JSON = Format(
     "JSON",
     ".json",
     help="JSON, an array of objects, or one",
-    reader=for_records(read_json_array),
+    reader=read_json,
     is_text=True,
 )
-# A .json without an array.
-JSON_OBJECTS = replace(JSON, suffixes="", reader=for_records(read_json_lines))
 TABLE = Format(
     "a table",
     ".csv .tsv",
     help="tables with a header",
-    reader=for_records(read_table),
+    reader=read_table,
     is_text=True,
 )
 PARQUET = Format(
@@ -115,21 +92,21 @@ PARQUET = Format(
     ".parquet",
     magic=b"PAR1",
     help="tables, as those of the Hub",
-    reader=for_records(read_parquet),
+    reader=read_parquet,
 )
 HTML = Format(
     "an HTML page",
     ".html .htm .xhtml",
     magic=(rb"(?i)(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html)\b"),
     help="web pages, without their tags",
-    converter=converter(texts_of_page),
+    extractor=texts_of_page,
     is_text=True,
 )
 SUBTITLES = Format(
     "subtitles",
     ".srt .vtt",
     help="subtitles, without their times",
-    converter=converter(texts_of_subtitles),
+    extractor=texts_of_subtitles,
     is_text=True,
 )
 MAILBOX = Format(
@@ -137,7 +114,7 @@ MAILBOX = Format(
     ".mbox",
     magic=rb"From \S+[^\n]* \d{4}\r?\n[\w-]+:",
     help="mail, without quotes and attachments",
-    converter=converter(texts_of_mailbox),
+    extractor=texts_of_mailbox,
     is_text=True,
 )
 WHATSAPP = Format(
@@ -145,7 +122,7 @@ WHATSAPP = Format(
     ".txt",
     magic=WHATSAPP_START,
     help="chats that WhatsApp exported, by their lines",
-    reader=for_chats(lambda file, name, me: read_whatsapp(file, name)),
+    reader=read_whatsapp,
     is_text=True,
 )
 ZIP = Format(
@@ -153,7 +130,7 @@ ZIP = Format(
     ".zip",
     magic=rb"PK\x03\x04",
     help="chats that a program exported",
-    reader=for_chats(read_zip),
+    reader=read_zip,
     advice="unpack it: `unzip {path}`",
 )
 XML = Format(

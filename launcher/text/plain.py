@@ -7,7 +7,7 @@ import io
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from email import message_from_bytes, policy
 from email.message import EmailMessage
 from html.parser import HTMLParser
@@ -15,7 +15,6 @@ from typing import IO
 
 from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
 from sm_nanogpt.launcher.text.talks import list_counts
-from sm_nanogpt.launcher.text.unpacking import ChunkedFile
 
 logger = logging.getLogger(__name__)
 
@@ -44,26 +43,9 @@ ATTRIBUTION = re.compile(
 )
 
 
-def converter(
-    make_texts: Callable[[IO[bytes]], Iterator[str]],
-) -> Callable[[io.BufferedReader], io.BufferedReader]:
-    """Make a converter for formats.py from a function that yields the texts of a file.
-
-    Bytes that are not UTF-8 are passed on unchanged: the reader of the text reports them.
-    """
-
-    def make_chunks(file: IO[bytes]) -> Iterator[bytes]:
-        for text in make_texts(file):
-            if text:
-                yield text.encode("utf-8", "surrogateescape")
-
-    def convert(file: io.BufferedReader) -> io.BufferedReader:
-        return io.BufferedReader(ChunkedFile(file, make_chunks), CHUNK_BYTES)
-
-    return convert
-
-
 def characters_in(file: IO[bytes]) -> Iterator[str]:
+    """Yield the characters of a file. Bytes that are not UTF-8 become surrogates, which open_text
+    turns into the same bytes: the reader of the text reports them."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
     while chunk := file.read(CHUNK_BYTES):
         yield decoder.decode(chunk)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.entry_point.files import open_file
@@ -23,11 +24,11 @@ from sm_nanogpt.launcher.text.encodings import as_utf8, read_text
 from sm_nanogpt.launcher.text.exports import REDIRECT
 from sm_nanogpt.launcher.text.formats import (
     JSON,
-    JSON_OBJECTS,
     PARQUET,
     PLAIN,
     TABLE,
     WHATSAPP,
+    Extractor,
     Format,
     advice_for,
     fill_in,
@@ -35,7 +36,13 @@ from sm_nanogpt.launcher.text.formats import (
     format_of_name,
 )
 from sm_nanogpt.launcher.text.tables import columns_in
-from sm_nanogpt.launcher.text.unpacking import Compression, bounded, compression_of, zstd
+from sm_nanogpt.launcher.text.unpacking import (
+    Compression,
+    bounded,
+    buffered_file,
+    compression_of,
+    zstd,
+)
 from sm_nanogpt.launcher.text.whatsapp import LOOK_BYTES, is_chat
 
 logger = logging.getLogger(__name__)
@@ -73,7 +80,7 @@ class File:
     @property
     def is_converted(self) -> bool:
         """True if the upload has other bytes than the file."""
-        return bool(self.compression or self.encoding or self.format.converter)
+        return bool(self.compression or self.encoding or self.format.extractor)
 
 
 def files_in(directory: Path) -> list[File]:
@@ -113,8 +120,6 @@ def detect_file(
         format = PLAIN
     if format is PLAIN and not plain:
         format = guess_format(text, file)
-    if format is JSON and not text.lstrip().startswith("["):
-        format = JSON_OBJECTS
     return replace(file, format=format, encoding=codec)
 
 
@@ -224,9 +229,20 @@ def advises_on_plain_file(error: InputError) -> bool:
 def decoded(content: io.BufferedReader, file: File) -> io.BufferedReader:
     if file.encoding:
         content = as_utf8(content, file.shown, file.encoding)
-    if file.format.converter is not None:
-        content = file.format.converter(content)
+    if file.format.extractor is not None:
+        content = extracted(content, file.format.extractor)
     return content
+
+
+def extracted(content: IO[bytes], extractor: Extractor) -> io.BufferedReader:
+    """The plain text of a file, as UTF-8."""
+
+    def make_chunks(content: IO[bytes]) -> Iterator[bytes]:
+        for text in extractor(content):
+            if text:
+                yield text.encode("utf-8", "surrogateescape")
+
+    return buffered_file(content, make_chunks)
 
 
 def reading_problem(error: Exception, file: File) -> str:

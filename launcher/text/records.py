@@ -1,8 +1,8 @@
 """Read records: documents and conversations in JSON lines, JSON arrays, tables, and Parquet files.
 
-Each reader takes a file, what errors call it, and the column: the field that holds the text. It
-yields pairs: the position of a record, such as `chats.jsonl:12`, and the record, as json.loads
-returns it; or a Talk, if a messenger exported the file.
+Each reader takes the content of a file, and the file. It yields pairs: the position of a record,
+such as `chats.jsonl:12`, and the record, as json.loads returns it; or a Talk, if a messenger
+exported the file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from sm_nanogpt.launcher.errors import InputError, not_installed
 from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
@@ -27,11 +27,15 @@ from sm_nanogpt.launcher.text.talks import Talk
 from sm_nanogpt.launcher.text.unpacking import Unpacking
 from sm_nanogpt.launcher.values import counted, is_utf8
 
+if TYPE_CHECKING:  # it imports this module
+    from sm_nanogpt.launcher.text.reading import File
+
 MAX_RECORD = 1 << 26  # bytes of a record, which is in memory as a whole
 MAX_WHOLE_FILE = 1 << 28  # bytes of a file that is one object
 ROWS = 128  # rows of a Parquet file that are in memory at once
 LARGE_BATCH = 1 << 23  # bytes of a batch whose rows are converted one by one
 MAX_FIELDS_SHOWN = 20
+DETECT_BYTES = 1 << 12  # the first bytes of a file, by which an array is recognized
 
 Records = Iterator[tuple[str, Any]]
 
@@ -99,18 +103,33 @@ def no_document(record: Any, position: str, column: str) -> InputError:
 # -- JSON ------------------------------------------------------------------------------------------
 
 
-def read_json_lines(file: IO[bytes], name: str, column: str) -> Records:
+def read_json(content: IO[bytes], file: File) -> Records:
+    """Yield the items of an array, which is in memory as a whole; or the records of any other file,
+    as read_json_lines."""
+    is_array = content.read(DETECT_BYTES).lstrip().startswith(b"[")
+    content.seek(0)
+    if not is_array:
+        yield from read_json_lines(content, file)
+        return
+    try:
+        items = json.loads("".join(read_text(content, file.shown)))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file.shown}: {json_problem(error)}") from None
+    yield from records_in(items, file)
+
+
+def read_json_lines(content: IO[bytes], file: File) -> Records:
     """Yield the object of each line; or its talks, if a messenger exported it.
 
     If the file is one value over many lines, yield the object, or the items of the array.
     """
     n_beyond_ascii = 0  # bytes before the line that only UTF-8 has
     is_first = True
-    lines = iter(lambda: file.readline(MAX_RECORD + 1), b"")
+    lines = iter(lambda: content.readline(MAX_RECORD + 1), b"")
     for number, line in enumerate(lines, 1):
         if line.isspace():
             continue
-        position = f"{name}:{number}"
+        position = f"{file.shown}:{number}"
         try:
             text = line.decode()
             record = json.loads(text.rstrip())
@@ -118,12 +137,12 @@ def read_json_lines(file: IO[bytes], name: str, column: str) -> Records:
             fault = EncodingFault(line, error.start, n_beyond_ascii=n_beyond_ascii)
             raise not_text(position, fault) from None
         except (ValueError, RecursionError) as error:
-            value = read_whole_file(file) if is_first else None
+            value = read_whole_file(content) if is_first else None
             if value is None:
                 raise InputError(f"{position}: {line_problem(error)}") from None
-            yield from records_in(value, name, column)
+            yield from records_in(value, file)
             return
-        talks = talks_in_json(record, position) if column == "text" else None
+        talks = talks_in_json(record, position) if file.column == "text" else None
         if talks is None:
             yield position, record
         else:
@@ -132,14 +151,14 @@ def read_json_lines(file: IO[bytes], name: str, column: str) -> Records:
         n_beyond_ascii += len(line) - len(text)
 
 
-def read_whole_file(file: IO[bytes]) -> dict[str, Any] | list[Any] | None:
+def read_whole_file(content: IO[bytes]) -> dict[str, Any] | list[Any] | None:
     """Read a file that is one object or one array; None for any other file."""
-    file.seek(0)
-    content = file.read(MAX_WHOLE_FILE + 1)
-    if len(content) > MAX_WHOLE_FILE:
+    content.seek(0)
+    document = content.read(MAX_WHOLE_FILE + 1)
+    if len(document) > MAX_WHOLE_FILE:
         return None
     try:
-        value = json.loads(content)
+        value = json.loads(document)
     except (ValueError, RecursionError):
         return None
     if isinstance(value, dict | list):
@@ -147,26 +166,17 @@ def read_whole_file(file: IO[bytes]) -> dict[str, Any] | list[Any] | None:
     return None
 
 
-def read_json_array(file: IO[bytes], name: str, column: str) -> Records:
-    """Yield the items of an array. The file is in memory as a whole."""
-    try:
-        items = json.loads("".join(read_text(file, name)))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{name}: {json_problem(error)}") from None
-    yield from records_in(items, name, column)
-
-
-def records_in(value: dict[str, Any] | list[Any], name: str, column: str) -> Records:
+def records_in(value: dict[str, Any] | list[Any], file: File) -> Records:
     """Yield the records in the one value of a file; or its talks, if a messenger exported it."""
-    talks = talks_in_json(value, name) if column == "text" else None
+    talks = talks_in_json(value, file.shown) if file.column == "text" else None
     if talks is not None:
-        yield from with_positions(talks, name)
+        yield from with_positions(talks, file.shown)
         return
     if isinstance(value, dict):
-        yield f"{name}{WHOLE_FILE}", value
+        yield f"{file.shown}{WHOLE_FILE}", value
         return
     for number, item in enumerate(value, 1):
-        yield f"{name}, item {number}", item
+        yield f"{file.shown}, item {number}", item
 
 
 def with_positions(talks: Sequence[Talk], name: str) -> Records:
@@ -195,20 +205,21 @@ def json_problem(error: ValueError | RecursionError) -> str:
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def read_table(file: IO[bytes], name: str, column: str) -> Records:
+def read_table(content: IO[bytes], file: File) -> Records:
     """Yield each row of a table as a dictionary by the names of its columns."""
-    rows = read_rows(file, name)
-    line, header = next(rows, (1, [column]))
+    rows = read_rows(content, file.shown)
+    line, header = next(rows, (1, [file.column]))
     columns = [cell.strip() for cell in header]
     try:
-        check_columns(column, columns, text_columns=columns)
+        check_columns(file.column, columns, text_columns=columns)
     except InputError as error:
-        raise error.within(f"{name}:{line}") from None
+        raise error.within(f"{file.shown}:{line}") from None
     for line, row in rows:
+        position = f"{file.shown}:{line}"
         if len(row) != len(columns):
             problem = f"{counted(len(row), 'cell')}, but the first row has {len(columns):,}"
-            raise InputError(f"{name}:{line}: {problem}")
-        yield f"{name}:{line}", dict(zip(columns, row, strict=True))
+            raise InputError(f"{position}: {problem}")
+        yield position, dict(zip(columns, row, strict=True))
 
 
 def check_columns(column: str, columns: Sequence[str], text_columns: Sequence[str]) -> None:
@@ -245,7 +256,7 @@ def no_field(problem: str, text_fields: Sequence[str]) -> InputError:
 # -- Parquet ---------------------------------------------------------------------------------------
 
 
-def read_parquet(file: IO[bytes], name: str, column: str) -> Records:
+def read_parquet(content: IO[bytes], file: File) -> Records:
     """Yield each row of a Parquet file, with the columns that document_of reads.
 
     Raises InputError if the schema has no text, or if the file is damaged or unpacks to far more
@@ -256,14 +267,16 @@ def read_parquet(file: IO[bytes], name: str, column: str) -> Records:
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise not_installed("pyarrow") from None
-    unpacking = Unpacking(name, file.seek(0, io.SEEK_END))
-    file.seek(0)
+    name = file.shown
+    column = file.column
+    unpacking = Unpacking(name, content.seek(0, io.SEEK_END))
+    content.seek(0)
     number = 0
     try:
-        source = ParquetFile(file, buffer_size=CHUNK_BYTES, pre_buffer=False)
-        check_schema(source.schema_arrow, column)
-        columns = [field for field in source.schema_arrow.names if field in {column, *FIELDS}]
-        for batch in source.iter_batches(ROWS, columns=columns):
+        table = ParquetFile(content, buffer_size=CHUNK_BYTES, pre_buffer=False)
+        check_schema(table.schema_arrow, column)
+        columns = [field for field in table.schema_arrow.names if field in {column, *FIELDS}]
+        for batch in table.iter_batches(ROWS, columns=columns):
             for row in rows_in(batch):
                 number += 1
                 if isinstance(row.get(column), bytes):

@@ -74,16 +74,19 @@ class Unpacking:
             )
 
 
+# Reads a file from its position, and yields chunks of another content. Only the last may be empty.
+MakeChunks = Callable[[IO[bytes]], Iterator[bytes]]
+
+
+def buffered_file(file: IO[bytes], make_chunks: MakeChunks) -> io.BufferedReader:
+    """A file whose content is made in chunks from another file."""
+    return io.BufferedReader(ChunkedFile(file, make_chunks), CHUNK_BYTES)
+
+
 class ChunkedFile(io.RawIOBase):
-    """A file whose content is made in chunks from another file. It can only be read in order.
+    """A file whose content is made in chunks from another file. It can only be read in order."""
 
-    make_chunks reads the other file from its position, and yields chunks. Only the last may be
-    empty.
-    """
-
-    def __init__(
-        self, file: IO[bytes], make_chunks: Callable[[IO[bytes]], Iterator[bytes]]
-    ) -> None:
+    def __init__(self, file: IO[bytes], make_chunks: MakeChunks) -> None:
         self.file = file
         self.make_chunks = make_chunks
         self.begin()
@@ -131,4 +134,4 @@ def bounded(file: IO[bytes], name: object, packed_size: int) -> io.BufferedReade
             unpacking.add(len(chunk))
             yield chunk
 
-    return io.BufferedReader(ChunkedFile(file, make_chunks), CHUNK_BYTES)
+    return buffered_file(file, make_chunks)

@@ -9,10 +9,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from sm_nanogpt.launcher.text.encodings import read_text
 from sm_nanogpt.launcher.text.talks import PAUSE, Talk, TalkMessage
+
+if TYPE_CHECKING:  # it imports this module
+    from sm_nanogpt.launcher.text.reading import File
 
 WHATSAPP_LINE = re.compile(
     r"\u200e?\[?(?P<date>\d{1,4}[./-]\d{1,2}[./-]\d{1,4}),? "
@@ -104,10 +107,14 @@ def name_of(author: str) -> str:
     return author.strip("\u200e\u202a\u202c~ \u202f")
 
 
-def read_whatsapp(file: IO[bytes], name: str) -> Iterator[tuple[str, Talk]]:
+def read_whatsapp(content: IO[bytes], file: File) -> Iterator[tuple[str, Talk]]:
     """Yield the one talk of a file that WhatsApp exported, with the name of the file."""
+    yield file.shown, parse_whatsapp("".join(read_text(content, file.shown)))
+
+
+def parse_whatsapp(text: str) -> Talk:
+    """Return the talk in a text that WhatsApp exported."""
     talk = Talk()
-    text = "".join(read_text(file, name))
     lines: list[str] = []  # of the message that is read
     day = 0
     date = ""
@@ -123,7 +130,7 @@ def read_whatsapp(file: IO[bytes], name: str) -> Iterator[tuple[str, Talk]]:
         lines = [line]
     add_whatsapp_message(talk, lines, day)
     talk.drop_zero_counts()
-    yield name, talk
+    return talk
 
 
 def add_whatsapp_message(talk: Talk, lines: list[str], day: int) -> None:

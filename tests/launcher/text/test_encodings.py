@@ -26,7 +26,7 @@ from sm_nanogpt.launcher.text.documents import (
 )
 from sm_nanogpt.launcher.text.encodings import as_utf8, read_text
 from sm_nanogpt.launcher.text.files import FileOptions, find_files
-from sm_nanogpt.launcher.text.reading import detect_file
+from sm_nanogpt.launcher.text.reading import File, detect_file
 from sm_nanogpt.launcher.text.records import read_json_lines
 from sm_nanogpt.launcher.text.sources import TextSource
 from sm_nanogpt.launcher.text.store import find_upload
@@ -105,8 +105,9 @@ def test_a_text_with_the_mark_of_utf8_is_no_other_encoding(tmp_path):
 
 def test_a_bad_byte_in_read_json_lines_is_no_other_encoding():
     record = json.dumps({"text": ACCENTS}, ensure_ascii=False).encode()
+    content = io.BytesIO(record + b'\n{"text": "a \x92"}')
     with pytest.raises(InputError) as refused:
-        list(read_json_lines(io.BytesIO(record + b'\n{"text": "a \x92"}'), "a.jsonl", "text"))
+        list(read_json_lines(content, File("a.jsonl", Path("a.jsonl"))))
     assert str(refused.value).startswith("a.jsonl:2: is UTF-8 except for one line (column 13: ")
     assert refused.value.code == "mend-utf8"
 

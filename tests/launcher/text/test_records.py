@@ -17,6 +17,7 @@ from texts import stored
 
 from sm_nanogpt import InputError
 from sm_nanogpt.launcher.text import records
+from sm_nanogpt.launcher.text.reading import File
 from sm_nanogpt.launcher.text.records import TextDocument
 
 TEXTS = ["a", 'He said "no";\r\nand, "yes"\n', "", "漢字 🙂\u2028\ttab", " [{,}] ", "x" * 200_000]
@@ -50,14 +51,15 @@ WRITE: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
 }
 READERS = {
     ".jsonl": records.read_json_lines,
-    ".json": records.read_json_array,
+    ".json": records.read_json,
     ".csv": records.read_table,
     ".parquet": records.read_parquet,
 }
 
 
 def read(name: str, content: bytes, column: str = "text") -> list[TextDocument]:
-    rows = READERS[Path(name).suffix](io.BytesIO(content), name, column)
+    file = File(name, Path(name), column=column)
+    rows = READERS[Path(name).suffix](io.BytesIO(content), file)
     return [records.document_of(record, position, column) for position, record in rows]
 
 
@@ -185,15 +187,18 @@ def test_an_empty_array_has_no_records():
     assert read("a.json", b" [ ]\n") == []
 
 
+PARQUET_FILE = File("a.parquet", Path("a.parquet"))
+
+
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(InputError, match=r"pyarrow.*\[data\]"):
-        next(records.read_parquet(io.BytesIO(), "a.parquet", "text"))
+        next(records.read_parquet(io.BytesIO(), PARQUET_FILE))
 
 
 def test_parquet_reads_only_columns_of_text():
-    file = io.BytesIO(parquet([{"id": 1, "image": b"x", "text": "a", "system": "b"}]))
-    rows = [record for _, record in records.read_parquet(file, "", "text")]
+    content = io.BytesIO(parquet([{"id": 1, "image": b"x", "text": "a", "system": "b"}]))
+    rows = [record for _, record in records.read_parquet(content, PARQUET_FILE)]
     assert rows == [{"text": "a", "system": "b"}]
 
 
@@ -201,9 +206,9 @@ def test_parquet_reads_only_columns_of_text():
 def test_a_long_file_is_not_in_memory_as_a_whole(name, tmp_path):
     rows = [{"text": f"{number} " * 500} for number in range(3_000)]  # 7 MB
     (tmp_path / name).write_bytes(WRITE[name](rows))
-    with (tmp_path / name).open("rb") as file:
+    with (tmp_path / name).open("rb") as content:
         tracemalloc.start()
-        texts = READERS[Path(name).suffix](file, name, "text")
+        texts = READERS[Path(name).suffix](content, File(name, tmp_path / name))
         assert sum(1 for _ in texts) == len(rows)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 
 from sm_nanogpt import InputError
 from sm_nanogpt.launcher.text import records
+from sm_nanogpt.launcher.text.reading import File
 from sm_nanogpt.launcher.text.tables import columns_in
 
 
 def read(content: str, column: str = "text") -> list[tuple[str, str]]:
     """The position and the text of each row."""
-    rows = records.read_table(io.BytesIO(content.encode()), "a.csv", column)
+    rows = records.read_table(
+        io.BytesIO(content.encode()), File("a.csv", Path("a.csv"), column=column)
+    )
     return [(position, row[column]) for position, row in rows]
 
 
