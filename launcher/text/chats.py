@@ -35,14 +35,12 @@ FIELDS = {
 }
 
 
-class BadConversation(Exception):
-    """No model can learn from a conversation. subject: its message, or field, with the problem."""
-
-    def __init__(self, subject: str, problem: str) -> None:
-        super().__init__(f"{subject} {problem}")
-        self.reason = f"{subject} {problem}"  # the same text for many conversations
-        if subject.startswith("message "):  # such as message 3
-            self.reason = f"a message {problem}"
+def unlearnable_error(subject: str, problem: str) -> Unlearnable:
+    """The error for a conversation. subject: the message or the field that has the problem."""
+    reason = f"{subject} {problem}"
+    if subject.startswith("message "):  # such as message 3
+        reason = f"a message {problem}"
+    return Unlearnable(f"{subject} {problem}; a conversation is like {EXAMPLE}", reason=reason)
 
 
 def turns_of(record: Any, position: str, column: str = "text") -> list[str] | None:
@@ -56,9 +54,8 @@ def turns_of(record: Any, position: str, column: str = "text") -> list[str] | No
         if messages is None:
             return None
         return turns_of_messages(messages)
-    except BadConversation as error:
-        problem = f"{position}: {error}; a conversation is like {EXAMPLE}"
-        raise Unlearnable(problem, error.reason, position) from None
+    except Unlearnable as error:
+        raise error.within(position) from None
 
 
 def may_be_chat(fields: set[str]) -> bool:
@@ -89,7 +86,7 @@ def messages_of(record: Any, column: str) -> dict[str, Any] | None:
     for field in LISTS:
         if field in fields:
             if not isinstance(fields[field], list):
-                raise BadConversation(f"`{field}`", "is no list of messages")
+                raise unlearnable_error(f"`{field}`", "is no list of messages")
             return messages | number_messages(fields[field])
     for answer, question in QUESTIONS.items():
         has_columns = question in record and answer in record
@@ -103,12 +100,12 @@ def messages_of(record: Any, column: str) -> dict[str, Any] | None:
 def question_and_answer(fields: dict[str, Any], question: str, answer: str) -> dict[str, Any]:
     """The messages of a record with a field for the question and one for the answer.
 
-    Returns them by their names in errors. Raises BadConversation.
+    Returns them by their names in errors. Raises Unlearnable.
     """
     if fields.get("label") is False or fields.get("kto_tag") is False:
-        raise BadConversation(f"`{answer}`", "is labeled as a bad answer, and all are learned")
+        raise unlearnable_error(f"`{answer}`", "is labeled as a bad answer, and all are learned")
     if "history" in fields:
-        raise BadConversation("`history`", "is not read; write all of it as `messages`")
+        raise unlearnable_error("`history`", "is not read; write all of it as `messages`")
     user = fields.get(question)
     assistant = fields.get(answer)
     if isinstance(user, list) and isinstance(assistant, list):
@@ -137,9 +134,9 @@ def number_messages(messages: list[Any]) -> dict[str, Any]:
 
 
 def turns_of_messages(messages: dict[str, Any]) -> list[str]:
-    """Each message as a turn; empty system messages are dropped. Raises BadConversation."""
+    """Each message as a turn; empty system messages are dropped. Raises Unlearnable."""
     if not messages:
-        raise BadConversation("the conversation", "has no messages")
+        raise unlearnable_error("the conversation", "has no messages")
     turns: list[str] = []
     for name, message in messages.items():
         if not isinstance(message, dict):
@@ -150,10 +147,10 @@ def turns_of_messages(messages: dict[str, Any]) -> list[str]:
             continue
         problem = message_problem(message, role, text, is_first=not turns)
         if problem:
-            raise BadConversation(name, problem)
+            raise unlearnable_error(name, problem)
         turns.append(f"{ROLES[role]}\n{text}")
     if not any(turn.startswith(ASSISTANT_PREFIX) for turn in turns):
-        raise BadConversation("the assistant", "says nothing")
+        raise unlearnable_error("the assistant", "says nothing")
     return turns
 
 

@@ -237,7 +237,7 @@ def documents_in(file: File, skipped: Skipped) -> Iterator[TextDocument]:
             try:
                 yield document_of(record, position, file.column)
             except Unlearnable as error:
-                skipped.add(error)
+                skipped.add(error, position)
 
 
 def read_pieces(file: File) -> Iterator[str]:

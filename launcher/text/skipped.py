@@ -20,15 +20,7 @@ EXAMPLE = (
 
 
 class Unlearnable(InputError):
-    """A conversation from which no model can learn.
-
-    reason is one that many conversations share; position is where this one is.
-    """
-
-    def __init__(self, problem: str, reason: str, position: str) -> None:
-        super().__init__(problem)
-        self.reason = reason
-        self.position = position
+    """A conversation from which no model can learn. Its fact `reason` is the same for many."""
 
 
 @dataclass
@@ -39,13 +31,14 @@ class Skipped:
     positions: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     talks: Talks = field(default_factory=Talks)  # what is left out of exported chats
 
-    def add(self, error: Unlearnable) -> None:
+    def add(self, error: Unlearnable, position: str) -> None:
+        """Count a conversation by the reason of its error. position: where it is."""
         reason = error.reason
         if reason not in self.counts and len(self.counts) >= MAX_REASONS:
             reason = "others"
         self.counts[reason] += 1
         if len(self.positions[reason]) < MAX_POSITIONS:
-            self.positions[reason].append(error.position)
+            self.positions[reason].append(position)
 
     def check(self, n_learnable: int) -> None:
         """Warn of what is left out beside n_learnable conversations.

@@ -134,7 +134,7 @@ def test_what_is_left_out_does_not_change_the_data(write):
 def test_half_of_the_conversations_may_be_left_out():
     skipped = Skipped()
     for n in range(40):
-        skipped.add(Unlearnable("", "`output` has no text", f"chats.jsonl:{n}"))
+        skipped.add(Unlearnable("", reason="`output` has no text"), f"chats.jsonl:{n}")
     skipped.check(40)
     with pytest.raises(InputError, match=r"40 of 79 .*: `output` has no text \(40: "):
         skipped.check(39)
