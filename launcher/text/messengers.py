@@ -72,28 +72,28 @@ def read_chatgpt(conversations: list[Any]) -> Iterator[Talk]:
     """Yield the branch of each conversation that ChatGPT showed last."""
     for conversation in conversations:
         talk = Talk(answers=ASSISTANT)
-        mapping = conversation.get("mapping") if isinstance(conversation, dict) else None
-        branch = branch_of(mapping or {}, conversation.get("current_node"))
+        nodes = conversation.get("mapping") or {}
+        branch = branch_of(nodes, conversation.get("current_node"))
         for node in branch:
             add_chatgpt_message(talk, node.get("message") or {})
-        n_others = len(mapping or {}) - len(branch)
-        if n_others:
-            talk.left_out["message of another branch"] += n_others
+        talk.left_out["message of another branch"] += len(nodes) - len(branch)
         yield talk
 
 
-def branch_of(mapping: dict[str, Any], last: Any) -> list[dict[str, Any]]:
-    """The nodes from the first message to the last one."""
-    if last not in mapping and mapping:
-        last = list(mapping)[-1]
-    nodes: list[dict[str, Any]] = []
-    while last in mapping and len(nodes) < len(mapping):
-        nodes.append(mapping[last])
-        last = mapping[last].get("parent")
-    return nodes[::-1]
+def branch_of(nodes: dict[str, Any], last_id: Any) -> list[dict[str, Any]]:
+    """The nodes from the first message to the one with last_id; without such a node, to the last of
+    the nodes."""
+    if last_id not in nodes and nodes:
+        last_id = list(nodes)[-1]
+    branch: list[dict[str, Any]] = []
+    while last_id in nodes and len(branch) < len(nodes):  # an id may be its own ancestor
+        branch.append(nodes[last_id])
+        last_id = nodes[last_id].get("parent")
+    return branch[::-1]
 
 
 def add_chatgpt_message(talk: Talk, message: dict[str, Any]) -> None:
+    """Add the message of a person or of the assistant. System messages are dropped uncounted."""
     author = (message.get("author") or {}).get("role")
     content = message.get("content") or {}
     kind = content.get("content_type") or ""
@@ -107,8 +107,7 @@ def add_chatgpt_message(talk: Talk, message: dict[str, Any]) -> None:
         return
     parts = content.get("parts") or []
     texts = [part for part in parts if isinstance(part, str)]
-    if len(texts) < len(parts):
-        talk.left_out["image or recording"] += len(parts) - len(texts)
+    talk.left_out["image or recording"] += len(parts) - len(texts)
     if any(map(is_text, texts)):
         talk.add(author, "\n".join(texts))
 
@@ -121,18 +120,21 @@ def read_claude(conversations: list[Any]) -> Iterator[Talk]:
     for conversation in conversations:
         talk = Talk(answers=ASSISTANT)
         for message in conversation.get("chat_messages") or []:
-            content = message.get("content") or []
-            text_parts = [part for part in content if has_fields(part, "text")]
-            other_parts = [part for part in content if not has_fields(part, "text")]
-            texts = [part["text"] for part in text_parts if is_text(part["text"])]
-            text = "\n".join(texts) or message.get("text") or ""
-            author = ASSISTANT if message.get("sender") == ASSISTANT else "user"
-            talk.add(author, text)
-            talk.left_out.update(kind_of_part(part) for part in other_parts)
-            for field in ("attachments", "files"):
-                talk.left_out["attached file"] += len(message.get(field) or [])
-        talk.drop_zero_counts()
+            add_claude_message(talk, message)
         yield talk
+
+
+def add_claude_message(talk: Talk, message: dict[str, Any]) -> None:
+    texts: list[str] = []
+    for part in message.get("content") or []:
+        if not has_fields(part, "text"):
+            talk.left_out[kind_of_part(part)] += 1
+        elif is_text(part["text"]):
+            texts.append(part["text"])
+    author = ASSISTANT if message.get("sender") == ASSISTANT else "user"
+    talk.add(author, "\n".join(texts) or message.get("text") or "")
+    for field in ("attachments", "files"):
+        talk.left_out["attached file"] += len(message.get(field) or [])
 
 
 def kind_of_part(part: Any) -> str:
@@ -165,19 +167,24 @@ def read_telegram(value: dict[str, Any]) -> Iterator[Talk]:
     for chat in telegram_chats(value) or [value]:
         talk = Talk()
         for message in chat["messages"]:
-            text = telegram_text(message.get("text"))
-            if message.get("type") != "message":
-                talk.left_out["note of the service"] += 1
-            elif "forwarded_from" in message:
-                talk.left_out["forwarded message"] += 1
-            else:
-                media = telegram_media(message)
-                if media:
-                    talk.left_out[media] += 1
-                if text.strip() or not media:
-                    author = message.get("from") or message.get("from_id") or "deleted account"
-                    talk.add(author, text, seconds_of(message))
+            add_telegram_message(talk, message)
         yield talk
+
+
+def add_telegram_message(talk: Talk, message: dict[str, Any]) -> None:
+    text = telegram_text(message.get("text"))
+    if message.get("type") != "message":
+        talk.left_out["note of the service"] += 1
+        return
+    if "forwarded_from" in message:
+        talk.left_out["forwarded message"] += 1
+        return
+    media = telegram_media(message)
+    if media:
+        talk.left_out[media] += 1
+    if text.strip() or not media:
+        author = message.get("from") or message.get("from_id") or "deleted account"
+        talk.add(author, text, seconds_of(message))
 
 
 def telegram_media(message: dict[str, Any]) -> str:
@@ -221,19 +228,23 @@ def is_discord(value: Any) -> bool:
 def read_discord(value: dict[str, Any]) -> Iterator[Talk]:
     talk = Talk()
     for message in value["messages"]:
-        author = message["author"]
-        if message.get("type", "Default") not in ("Default", "Reply"):
-            talk.left_out["note of the service"] += 1
-        elif author.get("isBot"):
-            talk.left_out["message of a bot"] += 1
-        else:
-            for field, kind in DISCORD_MEDIA.items():
-                talk.left_out[kind] += len(message.get(field) or [])
-            if message["content"].strip():
-                name = author.get("nickname") or author.get("name") or author.get("id")
-                talk.add(str(name), message["content"], seconds_of(message))
-    talk.drop_zero_counts()
+        add_discord_message(talk, message)
     yield talk
+
+
+def add_discord_message(talk: Talk, message: dict[str, Any]) -> None:
+    author = message["author"]
+    if message.get("type", "Default") not in ("Default", "Reply"):
+        talk.left_out["note of the service"] += 1
+        return
+    if author.get("isBot"):
+        talk.left_out["message of a bot"] += 1
+        return
+    for field, kind in DISCORD_MEDIA.items():
+        talk.left_out[kind] += len(message.get(field) or [])
+    if message["content"].strip():
+        name = author.get("nickname") or author.get("name") or author.get("id")
+        talk.add(str(name), message["content"], seconds_of(message))
 
 
 def is_slack(value: Any) -> bool:
@@ -250,19 +261,22 @@ def is_slack(value: Any) -> bool:
 
 
 def read_slack(items: list[Any]) -> Iterator[Talk]:
+    """Yield one talk. It is empty if the items are no messages, but people or channels."""
     talk = Talk(people_file=SLACK_PEOPLE)
-    for message in items:
-        if message.get("type") != "message" or "ts" not in message:
-            continue
-        if message.get("subtype") not in (None, "thread_broadcast", "me_message"):
-            talk.left_out[f"message of the kind {message['subtype']}"] += 1
-            continue
-        if message.get("files"):
-            talk.left_out["attached file"] += len(message["files"])
-        text = slack_text(message.get("text") or "")
-        if text.strip():
-            talk.add(slack_name(message), text, float(message["ts"]))
+    for item in items:
+        if item.get("type") == "message" and "ts" in item:
+            add_slack_message(talk, item)
     yield talk
+
+
+def add_slack_message(talk: Talk, message: dict[str, Any]) -> None:
+    if message.get("subtype") not in (None, "thread_broadcast", "me_message"):
+        talk.left_out[f"message of the kind {message['subtype']}"] += 1
+        return
+    talk.left_out["attached file"] += len(message.get("files") or [])
+    text = slack_text(message.get("text") or "")
+    if text.strip():
+        talk.add(slack_name(message), text, float(message["ts"]))
 
 
 def slack_name(message: dict[str, Any]) -> str:

@@ -50,10 +50,6 @@ class Talk:
         else:
             self.left_out["message without text"] += 1
 
-    def drop_zero_counts(self) -> None:
-        """Drop the kinds of which nothing was left out."""
-        self.left_out = +self.left_out
-
     def name_people(self, names: Mapping[str, str]) -> None:
         """Replace the ids of authors by names, also where a text mentions one, as @U024BE7LH."""
 
@@ -104,7 +100,7 @@ class Talks:
 
         If `me` is '', this only counts the authors of the talk, and yields nothing.
         """
-        self.left_out.update(talk.left_out)
+        self.left_out += talk.left_out  # without the kinds of which it has none
         if not talk.messages:
             return
         if talk.answers:

@@ -129,7 +129,6 @@ def parse_whatsapp(text: str) -> Talk:
             date = match["date"]
         lines = [line]
     add_whatsapp_message(talk, lines, day)
-    talk.drop_zero_counts()
     return talk
 
 
