@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from sm_nanogpt.launcher.launching.forecasts import Forecast, Row
     from sm_nanogpt.launcher.settings import Settings
 
+MAX_RUN_FACTOR = 2  # a job may take twice the time that was forecast for it
+
 
 def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> None:
     """Forecast each size, and print a table. typed: the fields of a request on the command line."""
@@ -99,23 +101,23 @@ def interval_of(row: Row) -> str:
 
 
 def next_request(typed: dict[str, Any], row: Row) -> dict[str, Any]:
-    """The fields of a request for a job of this size, with the time that it takes.
+    """The fields of a request for a job of the size of a row, with a time limit that fits it.
 
-    With a ceiling, and no instance type on SageMaker, it is on the cheapest one.
+    With max_cost, which limits the time, it has no such limit; and if the user typed no instance
+    type on SageMaker, it is for the cheapest one.
     """
     from sm_nanogpt.launcher.backends import backend_class
 
     fields = {"instance": LOCAL, **typed, "size": f"{row.size:g}"}
+    is_billed = backend_class(fields["instance"]).bills
     if "max_cost" in typed:
-        if not backend_class(fields["instance"]).bills:
+        if not is_billed:
             fields["instance"] = cheapest_type(row)
-        return fields
-    longest = 0.0
-    for name, seconds in row.seconds.items():
-        if backend_class(name).bills:
-            longest = max(longest, seconds or 0.0)
-    if 2 * longest > DEFAULT_RUN_SECONDS:
-        fields["max_run"] = math.ceil(2 * longest)
+    elif is_billed:
+        times = [row.seconds.get(name) or 0.0 for name in fields["instance"].split(",")]
+        max_run = math.ceil(MAX_RUN_FACTOR * max(times))
+        if max_run > DEFAULT_RUN_SECONDS:
+            fields["max_run"] = max_run
     return fields
 
 

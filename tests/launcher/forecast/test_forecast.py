@@ -26,6 +26,7 @@ from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.data import read_windows
 from sm_nanogpt.entry_point.sizes import hyperparameters_for_size
 from sm_nanogpt.entry_point.text import Corpus, Tokenizer, character_tokenizer, read_tokens
+from sm_nanogpt.launcher.cli.forecast import next_request
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.forecast import clock, forecasting, pilots
 from sm_nanogpt.launcher.forecast import forecaster as forecaster_module
@@ -605,6 +606,39 @@ def test_a_ceiling_counts_on_the_types_that_are_known(cli, lawful, text_here, mo
     assert "the lowest below 5.00 USD: size " in ran.out
     assert ran.err.splitlines()[-1].startswith("next: sm-nanogpt launch --instance ml.cheap ")
     assert " --max-cost 5" in ran.err.splitlines()[-1]
+
+
+def row_of_times(**seconds: float | None) -> Row:
+    """The forecast of size 1, by its seconds on instance types such as `ml_dear`."""
+    return Row(
+        size=1.0,
+        parameters=1000,
+        readings=1.0,
+        expected=Expected(loss=1.0, low=0.9, high=1.1),
+        bits_per_byte=1.0,
+        seconds={name.replace("_", "."): time for name, time in seconds.items()},
+        dollars={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("instance", "max_run"),
+    [
+        ("ml.fast", None),
+        ("ml.slow", 80_000),
+        ("ml.fast,ml.slow", 80_000),
+        ("ml.unknown", None),
+        ("local", None),
+        (None, None),
+    ],
+)
+def test_the_time_limit_is_by_the_types_of_the_request(instance, max_run):
+    """Other types of the row are those of earlier jobs."""
+    row = row_of_times(local=9_000.0, ml_fast=900.0, ml_slow=40_000.0, ml_unknown=None)
+    typed = {} if instance is None else {"instance": instance}
+    fields = next_request(typed, row)
+    assert fields["instance"] == (instance or "local")
+    assert fields.get("max_run") == max_run
 
 
 def test_a_ceiling_without_a_known_type_says_so(cli, lawful, text_here):
