@@ -72,8 +72,9 @@ class Source:
             directory = directory.parent
         files = {}
         try:
-            for file in sorted(directory.glob("[!.]*.py")):  # without the files of editors
-                files[file.name] = read_file(file, MAX_FILE_BYTES)
+            for file in sorted(directory.iterdir()):
+                if file.suffix == ".py" and not file.name.startswith("."):  # that of an editor
+                    files[file.name] = read_file(file, MAX_FILE_BYTES)
         except OSError as error:
             raise InputError(f"{error.filename or directory}: {os_reason(error)}") from None
 

@@ -43,6 +43,15 @@ from sm_nanogpt.launcher.errors import InputError, LauncherError, Terminated, jo
 
 COMPLETION_VARIABLE = "_SM_NANOGPT_COMPLETE"
 
+# Phrases of click's messages, and what replaces them.
+CLICK_PHRASES = {
+    r"^Invalid value for '(\S+)': '?(.*?)'? is not ": r"\1 \2: must be ",
+    "a valid integer( range)?": "a whole number",
+    "a valid float": "a number",
+    "in the range x>=": "at least ",
+    "in the range (.+)<=x<=": r"from \1 to ",
+}
+
 COMMANDS: dict[str, list[click.Command]] = {
     "Text and training": [
         upload.upload_data_command,
@@ -221,6 +230,8 @@ def message_of(error: Exception) -> str:
 def usage_message(error: click.ClickException) -> str:
     """The message of click, a hint, and the command whose help says more."""
     message = " ".join(error.format_message().split())
+    for pattern, replacement in CLICK_PHRASES.items():
+        message = re.sub(pattern, replacement, message)
     context = getattr(error, "ctx", None)
     if context is None:
         return message

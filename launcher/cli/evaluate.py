@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 import click
 
 from sm_nanogpt.launcher.cli.models import ENTRY_POINT
-from sm_nanogpt.launcher.cli.options import JSON, MODEL, Command, JobParameter, settings_of, valued
+from sm_nanogpt.launcher.cli.options import (
+    JSON,
+    MODEL,
+    PATH,
+    Command,
+    InputFile,
+    JobParameter,
+    settings_of,
+    valued,
+)
 from sm_nanogpt.launcher.cli.show import note, print_json, print_table, print_text, shown
 from sm_nanogpt.launcher.files.progress import byte_progress
 from sm_nanogpt.launcher.values import counted
@@ -20,12 +29,12 @@ from sm_nanogpt.launcher.values import counted
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.judge.evaluate import Evaluation
 
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+FILE = InputFile()
 
 
 @click.command("eval", cls=Command)
 @MODEL
-@click.argument("paths", metavar="TEXT...", nargs=-1, required=True, type=click.Path())
+@click.argument("paths", metavar="TEXT...", nargs=-1, required=True, type=PATH)
 @valued(
     "--beside others JOB-ID|DIR",
     "Another model for the same text. Repeatable.",

@@ -15,6 +15,7 @@ from sm_nanogpt.entry_point.errors import counted, os_reason
 from sm_nanogpt.entry_point.metrics import duration
 from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.cli.options import (
+    PATH,
     YES,
     Command,
     JobParameter,
@@ -78,8 +79,8 @@ if TYPE_CHECKING:
     "Set a hyperparameter; `sm-nanogpt hyperparameters` lists them.",
     shell_complete=complete_hyperparameter,
 )
-@valued("--config config_file FILE", "TOML file of hyperparameters.", type=click.Path())
-@valued("--entry-point DIR", "Your edited training folder.", type=click.Path())
+@valued("--config config_file FILE", "TOML file of hyperparameters.", type=PATH)
+@valued("--entry-point DIR", "Your edited training folder.", type=PATH)
 @valued(
     "--init-from JOB-ID|PATH|URI",
     "Start from the weights of an earlier job, or of a Hugging Face directory of the Qwen3 family.",

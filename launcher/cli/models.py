@@ -19,6 +19,7 @@ from sm_nanogpt.launcher.cli.options import (
     JSON,
     MODEL,
     Command,
+    InputFile,
     JobParameter,
     OutputFile,
     settings_of,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 ENTRY_POINT = valued(
     "--entry-point DIR",
     "The edited folder that trained the model (default: the copy kept at launch).",
-    type=click.Path(exists=True, path_type=Path),
+    type=InputFile(dir_okay=True),
 )
 
 # Some arguments of stream_samples, which checks them: their defaults, and what they do.

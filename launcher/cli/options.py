@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -81,6 +82,33 @@ def check_one_target(params: Mapping[str, Any]) -> None:
     targets = [params[name] for name in ("job_id", "job_ids", "group") if name in params]
     if len(targets) == 2 and bool(targets[0]) == bool(targets[1]):
         raise InputError("give a JOB-ID, or --group with the id of a sweep")
+
+
+# Paths that a command reads. It says itself what is wrong with one, and click does not check them.
+PATH = click.Path(readable=False)
+DIRECTORY = click.Path(readable=False, path_type=Path)
+
+
+class InputFile(click.Path):
+    """A file to read, or, if dir_okay, a directory. It is checked before the command begins."""
+
+    def __init__(self, dir_okay: bool = False) -> None:
+        super().__init__(dir_okay=dir_okay, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(value)
+        problem = ""
+        try:
+            path.stat()
+        except OSError as error:
+            problem = os_reason(error)
+        if not problem and path.is_dir() and not self.dir_okay:
+            problem = "is a directory"
+        if not problem and not os.access(path, os.R_OK):
+            problem = "permission denied"
+        if problem:
+            raise InputError(f"{path}: {problem}")
+        return path
 
 
 class OutputFile(click.Path):
@@ -344,7 +372,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "SECONDS": {"type": int},
     "GIB": {"type": int},
     "USD": {"type": float},
-    "NAME|URI|PATH": {"type": TextParameter()},
+    "NAME|URI|PATH": {"type": TextParameter(readable=False)},
     "JOB-ID|PATH|URI": {"type": JobParameter(reads="model")},
     "KEY=VALUE": {"multiple": True, "callback": parse_assignments},
     "KEY=V1,V2,...": {"multiple": True, "callback": parse_value_lists},

@@ -14,6 +14,7 @@ import click
 
 from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.cli.options import (
+    DIRECTORY,
     JSON,
     CommandGroup,
     complete_preset,
@@ -76,7 +77,7 @@ def try_group() -> None:
     shell_complete=complete_preset,
 )
 @valued("--size N", "Instead: the size of the base, by a dial from 0.25 to 16.", type=float)
-@valued("--entry-point DIR", "The folder to begin with.", type=click.Path(path_type=Path))
+@valued("--entry-point DIR", "The folder to begin with.", type=DIRECTORY)
 @valued("--instance TYPE", "Where runs are made (default: local).", default=LOCAL)
 @valued("--ceiling USD", "The most that all jobs of the search may cost.")
 @valued(
@@ -149,7 +150,7 @@ def start_request(instance: str, ceiling: float | None, fields: Mapping[str, Any
 
 
 @try_group.command("run")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=DIRECTORY)
 @SEARCH
 @valued("--note description TEXT", "What is tried, in a few words.", default="")
 @JSON

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sm_nanogpt.launcher.backends import LOCAL
-from sm_nanogpt.launcher.cli.options import JSON, Command, JobParameter, settings_of, valued
+from sm_nanogpt.launcher.cli.options import JSON, PATH, Command, JobParameter, settings_of, valued
 from sm_nanogpt.launcher.cli.remedies import command
 from sm_nanogpt.launcher.cli.show import note, print_json
 from sm_nanogpt.launcher.files.progress import byte_progress
@@ -43,7 +43,7 @@ def help_lines(formats: Sequence[Format]) -> str:
 
 
 @click.command("upload-data", cls=UploadCommand)
-@click.argument("paths", metavar="[PATH]...", nargs=-1, type=click.Path())
+@click.argument("paths", metavar="[PATH]...", nargs=-1, type=PATH)
 @valued(
     "--tokenizer bpe|PATH|JOB-ID",
     "Encode the text as tokens: bpe learns them from it; or name a tokenizer.json, a Hugging"

@@ -284,7 +284,9 @@ def records_need_tokens(file: File) -> InputError:
 
 
 def unreadable(path: Path, source: TextSource, problem: str = "permission denied") -> InputError:
-    """The error for a file or folder, below a folder, that cannot be opened."""
+    """The error for a file or folder of a source that cannot be opened."""
+    if path == source.path:
+        return InputError(f"{source.shown(path)}: {problem}")
     glob = shlex.quote(path.relative_to(source.path).as_posix())
     return InputError(f"{source.shown(path)}: {problem}", "leave-out", glob=glob)
 

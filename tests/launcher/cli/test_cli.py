@@ -97,6 +97,45 @@ def test_wrong_arguments_name_the_help_to_read(cli, arguments, command):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("logs some-job --tail x", "--tail x: must be a whole number"),
+        ("logs some-job --tail -1", "--tail -1: must be at least 0"),
+        ("play some-job --bits 9", "--bits 9: must be from 4 to 8"),
+        ("launch --size x", "--size x: must be a number"),
+        ("jobs --status x", "--status x: must be one of 'InProgress', "),
+    ],
+)
+def test_a_wrong_value_is_told_as_the_library_tells_it(cli, arguments, problem):
+    ran = cli(arguments.split())
+    assert ran.code == 2
+    assert ran.error.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("missing.txt", "no such file or directory"),
+        (".", "is a directory"),
+        ("closed.txt", "permission denied"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_first(cli, monkeypatch, tmp_path, path, problem):
+    (tmp_path / "closed.txt").write_text("a line")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    ran = cli("eval", "latest", "held-out.txt", "--find", path)
+    assert ran.failed(2, f"{path}: {problem}")
+
+
+def test_click_checks_no_path():
+    """Its messages are none of ours."""
+    for command in [*commands.cli.commands.values(), *commands.search.try_group.commands.values()]:
+        for parameter in command.params:
+            kind = parameter.type
+            assert type(kind) is not click.Path or not (kind.exists or kind.readable), parameter
+
+
+@pytest.mark.parametrize(
     ("arguments", "name"),
     [
         (["upload-data", ""], "upload-data"),

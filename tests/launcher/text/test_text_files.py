@@ -169,3 +169,4 @@ def test_a_subdirectory_that_cannot_be_read_is_named(refusal, tmp_path, monkeypa
     monkeypatch.setattr(os, "scandir", refuse)
     error = refusal("texts")
     assert "texts/closed: permission denied; `--exclude closed`" in error
+    assert refusal("texts/closed").endswith("texts/closed: permission denied")
