@@ -138,6 +138,18 @@ def test_equal_and_empty_files_are_left_out_and_counted(cli, tmp_path):
     assert "warning: 3 files left out: 2 equal to another, 1 empty" in ran.err
 
 
+def test_the_first_text_that_is_taken_names_the_upload(home, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    excluded = tmp_path / "draft.txt"
+    excluded.write_text(LONG)
+    text = tmp_path / "poems.txt"
+    text.write_text(LONG + "more")
+    assert "/poems-" in upload_data([empty, excluded, text], exclude="draft.txt").uri
+    tokens = upload_data([empty, text], tokenizer="bpe", vocab_size=257)
+    assert "/poems-" in tokens.uri
+
+
 def test_a_wrong_path_is_refused_by_name(refusal, tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/open.txt").write_text(LONG)
