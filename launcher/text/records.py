@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from sm_nanogpt.launcher.errors import InputError, not_installed
+from sm_nanogpt.launcher.errors import InputError, did_you_mean, not_installed
 from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
 from sm_nanogpt.launcher.models.encoder import MAX_PIECE as PIECE
 from sm_nanogpt.launcher.text.chats import FIELDS, may_be_chat, turns_of
@@ -96,8 +96,8 @@ def no_document(record: Any, position: str, column: str) -> InputError:
         return InputError('no JSON object; records are like {"text": "..."} or {"messages": [...]}')
     text_fields = [name for name, value in record.items() if isinstance(value, str)]
     if column in record:
-        return no_field(f"`{column}` is no text", text_fields)
-    return no_field(f"no field `{column}`", text_fields)
+        return no_field(f"`{column}` is no text", column, text_fields)
+    return no_field(f"no field `{column}`", column, text_fields)
 
 
 # -- JSON ------------------------------------------------------------------------------------------
@@ -240,17 +240,22 @@ def check_columns(column: str, columns: Sequence[str], text_columns: Sequence[st
                 f"{problem}, and one column, `{columns[0]}`; a first line `sep={separators[0]}`"
                 f" says that {separators[0]} separates cells"
             )
-    raise no_field(problem, text_columns)
+    raise no_field(problem, column, text_columns)
 
 
-def no_field(problem: str, text_fields: Sequence[str]) -> InputError:
-    """The error for records without a text in the column, with the fields that hold texts."""
+def no_field(problem: str, column: str, text_fields: Sequence[str]) -> InputError:
+    """The error for records without a text in the column, with the fields that hold texts, and
+    those whose names are like the column's."""
     if not text_fields:
         return InputError(f"{problem}; fields of text: none")
     fields = ", ".join(f"`{name}`" for name in text_fields[:MAX_FIELDS_SHOWN])
     if len(text_fields) > MAX_FIELDS_SHOWN:
         fields += f" and {len(text_fields) - MAX_FIELDS_SHOWN:,} more"
-    return InputError(f"{problem}; fields of text: {fields}", "other-column")
+    problem = f"{problem}; fields of text: {fields}"
+    suggestion = did_you_mean(column, text_fields)
+    if suggestion:
+        problem += f"; {suggestion}"
+    return InputError(problem, "other-column")
 
 
 # -- Parquet ---------------------------------------------------------------------------------------
@@ -306,7 +311,8 @@ def check_schema(schema: Any, column: str) -> None:
         return
     kind = schema.field(column).type
     if not may_be_text_type(kind):
-        raise no_field(f"`{column}` is {str(kind)[:80]}, which is no text", text_columns)
+        problem = f"`{column}` is {str(kind)[:80]}, which is no text"
+        raise no_field(problem, column, text_columns)
 
 
 def is_text_type(kind: Any) -> bool:

@@ -57,6 +57,14 @@ def test_no_advice_leads_to_whole_rows():
     assert refused.value.code != "other-column"
 
 
+def test_a_column_with_a_slip_names_those_that_are_there():
+    with pytest.raises(InputError, match=r"did you mean body\?$"):
+        read("id,body\n1,a\n", "bdoy")
+    with pytest.raises(InputError) as refused:
+        read("id,body\n1,a\n", "comment")
+    assert "did you mean" not in str(refused.value)
+
+
 def test_one_column_may_have_any_name():
     assert read("review\na; b\n", "review") == [("a.csv:2", "a; b")]
     with pytest.raises(InputError, match="fields of text: `review`"):
