@@ -94,6 +94,9 @@ REMEDIES: dict[str, str] = {
     " `--tokenizer JOB-ID` takes those of a job's model",
     "chats-need-tokens": "`{sm} upload-data {path} --tokenizer JOB-ID` encodes these conversations"
     " for the model of that job, and `--tokenizer bpe` for a new one",
+    "talks-need-tokens": "`{sm} upload-data {path} --tokenizer JOB-ID --me NAME` encodes it for the"
+    " model of that job, and `--tokenizer bpe` for a new one; NAME, whose messages are the answers,"
+    " is one of these",
     "chats-as-tokens": "add --tokenizer bpe, or --tokenizer JOB-ID for the model of a job",
     "give-me": "--me NAME says whose messages are the answers",
     "read-as-chat": "--me NAME, whose messages are the answers, reads it as a chat",

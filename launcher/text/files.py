@@ -22,6 +22,7 @@ from sm_nanogpt.launcher.text.formats import fill_in, format_of_name, free_name,
 from sm_nanogpt.launcher.text.reading import File, detect_file
 from sm_nanogpt.launcher.text.skipped import Skipped
 from sm_nanogpt.launcher.text.sources import TextSource
+from sm_nanogpt.launcher.text.talks import list_counts
 from sm_nanogpt.launcher.text.unpacking import without_compression
 from sm_nanogpt.launcher.values import is_utf8
 
@@ -272,13 +273,16 @@ class FileFinder:
 def records_need_tokens(file: File) -> InputError:
     """The error for a file of records, if the upload is to be characters."""
     skipped = Skipped()
-    is_chat = False
+    document = None
     with suppress(InputError):  # an upload with a tokenizer reports it
         document = next(documents_in(file, skipped), None)
-        is_chat = document.is_chat if document else bool(skipped.talks.authors)
-    problem = f"{file.shown}: is {file.format.name}, which is read as tokens"
     path = shlex.quote(file.shown)
-    if is_chat:
+    people = list_counts(skipped.talks.authors)  # of a chat that a messenger exported
+    if people:
+        problem = f"{file.shown}: is a chat of {people}, which is read as tokens"
+        return InputError(problem, "talks-need-tokens", path=path)
+    problem = f"{file.shown}: is {file.format.name}, which is read as tokens"
+    if document is not None and document.is_chat:
         return InputError(problem, "chats-need-tokens", path=path)
     return InputError(problem, "needs-tokens", path=path)
 

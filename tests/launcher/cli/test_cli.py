@@ -129,8 +129,8 @@ def test_a_file_that_cannot_be_read_is_refused_first(cli, monkeypatch, tmp_path,
 
 def test_click_checks_no_path():
     """Its messages are none of ours."""
-    for command in [*commands.cli.commands.values(), *commands.search.try_group.commands.values()]:
-        for parameter in command.params:
+    for taker in [*commands.cli.commands.values(), *commands.search.try_group.commands.values()]:
+        for parameter in taker.params:
             kind = parameter.type
             assert type(kind) is not click.Path or not (kind.exists or kind.readable), parameter
 

@@ -215,6 +215,13 @@ def test_conversations_are_offered_the_tokens_of_a_model(cli, tmp_path):
     assert cli("upload-data", "chats.jsonl").failed(2, "chats.jsonl --tokenizer JOB-ID` encodes")
 
 
+def test_a_chat_of_people_is_offered_tokens_and_a_person(cli, tmp_path):
+    lines = [f"12/03/2024 14:{minute} - Ann: How are you?\n" for minute in range(10, 30)]
+    (tmp_path / "WhatsApp Chat with Ann.txt").write_text("".join(lines))
+    ran = cli("upload-data", "WhatsApp Chat with Ann.txt")
+    assert ran.failed(2, "a chat of Ann (20)", "--tokenizer JOB-ID --me NAME`")
+
+
 def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(LONG.encode()))
 
