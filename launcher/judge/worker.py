@@ -84,7 +84,7 @@ class Worker:
 
     The process reads the model and the folder that trained it, and writes a directory that is
     deleted with it. What it prints is logged, or lost if it is silent. It is ended soon after it
-    has computed for `limit` seconds, and has PATIENCE seconds for an answer. After the end,
+    has computed for max_cpu_seconds, and has PATIENCE seconds for an answer. After the end,
     cpu_seconds is what it has computed. Raises ServiceError if it fails, or the model has fewer
     logits than there are tokens, or far more.
     """
@@ -96,12 +96,12 @@ class Worker:
         entry_point: Path | None,
         tokenizer: Tokenizer | None = None,
         silent: bool = False,
-        limit: float = math.inf,
+        max_cpu_seconds: float = math.inf,
     ) -> None:
         self.directory = directory
         self.tokenizer = tokenizer or read_tokenizer(directory)
         self.silent = silent
-        self.limit = limit
+        self.max_cpu_seconds = max_cpu_seconds
         self.patience = PATIENCE
         self.cpu_seconds = 0.0
         self.is_judged = False
@@ -138,7 +138,7 @@ class Worker:
 
         warn_of_unprotected()
         self.program = Program(
-            confined(command, Sandbox(readable, scratch, cpu_seconds=self.limit)),
+            confined(command, Sandbox(readable, scratch, cpu_seconds=self.max_cpu_seconds)),
             # Threads that wait leave the judge its cores.
             env={"GOMP_SPINCOUNT": SPIN_COUNT, **environment(scratch)},
             stdin=subprocess.DEVNULL,
@@ -216,8 +216,8 @@ class Worker:
         """Describe why the process answers no more, as the rest of a sentence on it."""
         if not self.program.has_ended(END_SECONDS):
             return "answers no more"
-        if self.program.cpu_seconds > self.limit:
-            return f"took over {self.limit:.0f} s of processor time"
+        if self.program.cpu_seconds > self.max_cpu_seconds:
+            return f"took over {self.max_cpu_seconds:.0f} s of processor time"
         status = self.program.status or 0
         if status > 0 and not self.silent:
             return f"{describe_status(status)}; what it printed is above"

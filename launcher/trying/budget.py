@@ -44,16 +44,16 @@ class Budget:
                 ratio = f"{size / first_size:.2f}x the {name} that the search began with"
                 raise Refused(f"{ratio}; at most {max_ratio:g}x")
 
-    def mean_seconds(self, folder: str, kind: str = RUN_TIME_FIELD) -> float:
-        """The mean seconds of a folder's runs; 0 if it has none. kind: a key of TIME_FIELDS."""
+    def mean_seconds(self, folder: str, field: str = RUN_TIME_FIELD) -> float:
+        """The mean seconds of a folder's runs; 0 if it has none. field: a key of TIME_FIELDS."""
         runs = self.ledger.runs_of(folder)
         if not runs:
             return 0.0
-        return fmean(run[kind] for run in runs)
+        return fmean(run[field] for run in runs)
 
-    def first_seconds(self, kind: str = RUN_TIME_FIELD) -> float:
+    def first_seconds(self, field: str = RUN_TIME_FIELD) -> float:
         """The mean seconds of the runs of the search's first folder; 0 if it has none."""
-        return self.mean_seconds(self.ledger.start["folder"], kind)
+        return self.mean_seconds(self.ledger.start["folder"], field)
 
     def check_time(self, folder: str, base: str, seeds: Sequence[int], max_ratio: float) -> None:
         """Raise Refused if the runs of a folder with these seeds take too long in total, or the
@@ -62,26 +62,26 @@ class Budget:
         The sum counts, since a median would not show a folder that is slow for a few seeds.
         """
         runs = [run for run in self.ledger.runs_of(folder) if run["seed"] in seeds]
-        for kind, description in TIME_FIELDS.items():
-            expected = len(runs) * self.first_seconds(kind) * self.slowdown(base, seeds, kind)
-            ratio = sum(run[kind] for run in runs) / expected
+        for field, description in TIME_FIELDS.items():
+            expected = len(runs) * self.first_seconds(field) * self.slowdown(base, seeds, field)
+            ratio = sum(run[field] for run in runs) / expected
             if ratio > max_ratio:
                 raise Refused(f"takes {ratio:.2f}x the {description} of the search's first folder")
 
-    def slowdown(self, base: str, seeds: Sequence[int], kind: str) -> float:
+    def slowdown(self, base: str, seeds: Sequence[int], field: str) -> float:
         """The mean time of the base's runs with these seeds over that of its other runs,
         but at least 1 and at most 2.
 
         On a busy machine, other programs use the caches and the core, so a run computes for longer.
-        kind: a key of TIME_FIELDS.
+        field: a key of TIME_FIELDS.
         """
         times = list[float]()
         other_times = list[float]()
         for run in self.ledger.runs_of(base):
             if run["seed"] in seeds:
-                times.append(run[kind])
+                times.append(run[field])
             else:
-                other_times.append(run[kind])
+                other_times.append(run[field])
         if not times or not other_times:
             return 1.0
         return min(2.0, max(1.0, fmean(times) / fmean(other_times)))
@@ -97,8 +97,8 @@ class Budget:
         search."""
         return self.max_seconds(JUDGE_TIME_FIELD)
 
-    def max_seconds(self, kind: str) -> float:
-        first_seconds = self.first_seconds(kind)
+    def max_seconds(self, field: str) -> float:
+        first_seconds = self.first_seconds(field)
         if not first_seconds:
             return math.inf
         return 60 + KILL_RATIO * first_seconds

@@ -133,7 +133,7 @@ class SageMakerRuns(GroupRun):
             raise ServiceError(f"job {entry['job']} is {description.status}: {reason}")
         with scratch(self.search.directory, ".job-") as directory:
             job_runs = self.read_runs(entry, runs, description.model_uri, directory)
-            for job_run in sorted(job_runs, key=self.order):
+            for job_run in sorted(job_runs, key=self.sort_key):
                 tried = job_run.finish()
                 if tried.problem:  # a later command makes this run again
                     self.note_failure(entry["job"], tried)
@@ -157,7 +157,7 @@ class SageMakerRuns(GroupRun):
             job_runs.append(JobRun(run, run_directory, facts))
         return job_runs
 
-    def order(self, job_run: JobRun) -> tuple[bool, bool]:
+    def sort_key(self, job_run: JobRun) -> tuple[bool, bool]:
         """The key to sort runs by: runs of the base come first, and runs that failed last."""
         is_of_base = job_run.run.source.sha256 == self.ledger.base
         return job_run.has_failed, not is_of_base
@@ -184,8 +184,8 @@ class SageMakerRuns(GroupRun):
 
     def seconds_since(self, job_id: str) -> float:
         """The seconds since the last entry about a job."""
-        moments = [entry["at"] for entry in self.ledger.entries if entry.get("job") == job_id]
-        return time.time() - max(moments)
+        times = [entry["at"] for entry in self.ledger.entries if entry.get("job") == job_id]
+        return time.time() - max(times)
 
     @contextmanager
     def sending(self) -> Iterator[None]:
@@ -201,14 +201,14 @@ class SageMakerRuns(GroupRun):
 
     # -- a job ------------------------------------------------------------------------------------
 
-    def job_of(self, runs: Sequence[SeededRun]) -> str:
+    def find_sent_job(self, runs: Sequence[SeededRun]) -> str:
         """The id of a job that an earlier command sent for these runs; '' if there is none.
 
         That command was killed. The job runs, or has ended and left models.
         """
         keys = {run.key for run in runs}
         for entry in reversed(self.ledger.of("reserved")):
-            if entry["place"] != self.account or not keys <= self.keys_of(entry):
+            if entry["place"] != self.account or not keys <= self.keys_without_failed(entry):
                 continue
             job_id: str = entry["job"]
             description = self.describe(job_id)
@@ -217,7 +217,7 @@ class SageMakerRuns(GroupRun):
                 return job_id
         return ""
 
-    def keys_of(self, entry: Entry) -> set[tuple[str, int]]:
+    def keys_without_failed(self, entry: Entry) -> set[tuple[str, int]]:
         """The runs of a job that did not fail, as pairs of folder and seed."""
         keys = {(folder, seed) for folder, seed in entry["runs"]}
         for failure in self.ledger.of("failed"):
@@ -227,7 +227,7 @@ class SageMakerRuns(GroupRun):
 
     def begin_stage(self, runs: Sequence[SeededRun]) -> None:
         """Find the job that was sent for these runs before, or plan a new one."""
-        sent_before = self.job_of(runs)
+        sent_before = self.find_sent_job(runs)
         if sent_before:
             self.running[1] = sent_before
             return
@@ -237,7 +237,7 @@ class SageMakerRuns(GroupRun):
         # both runs of a seed.
         base = self.ledger.base
         self.stage = sorted(runs, key=lambda run: run.source.sha256 != base)
-        if self.measured is None:
+        if self.first_run is None:
             self.waiting[1] = self.plan_first_job(job_id, self.stage)
         else:
             seconds = self.seconds_for(len(runs))
@@ -309,7 +309,7 @@ class SageMakerRuns(GroupRun):
         Raises CeilingTooLow if the job may cost more than the settings allow.
         """
         hyperparameters = dict(self.search.start["hyperparameters"])
-        text = self.text(self.backend.launch_settings())
+        text = self.text_channel(self.backend.launch_settings())
         request = Request(
             name=f"try-{self.search.name}-{job_id[-6:]}",
             instance=self.instance,
@@ -320,11 +320,11 @@ class SageMakerRuns(GroupRun):
             environment={SEARCH_VARIABLE: self.search.name},
             network_isolation=True,
         )
-        request._source = self.folder(runs, seconds)
+        request._source = self.job_folder(runs, seconds)
         return launch.prepare(request, settings, job_id, {"data": text})
 
     @property
-    def measured(self) -> Entry | None:
+    def first_run(self) -> Entry | None:
         """The first run of the search, whose seconds and bytes are known; None before it."""
         return next(iter(self.ledger.of("run")), None)
 
@@ -347,20 +347,20 @@ class SageMakerRuns(GroupRun):
 
     def upload_seconds(self, n_runs: int) -> float:
         """The seconds in which the models of n_runs are packed and uploaded; 0 if unknown."""
-        if self.measured is None:
+        if self.first_run is None:
             return 0.0
-        return float(n_runs * self.measured["bytes"] / UPLOAD_BYTES_PER_SECOND)
+        return float(n_runs * self.first_run["bytes"] / UPLOAD_BYTES_PER_SECOND)
 
-    def folder(self, runs: Sequence[SeededRun], seconds: int) -> Source:
+    def job_folder(self, runs: Sequence[SeededRun], seconds: int) -> Source:
         """The training folder of a job: the first folder of the search, with the driver as its
         train.py, and below it the folders of the runs.
 
         Nothing of the runs' folders is imported here.
         """
-        first = self.search.first
+        first = self.search.first_folder
         largest_model = MAX_MODEL_BYTES
-        if self.measured is not None:
-            largest_model = int(MAX_SIZE_RATIO * self.measured["bytes"])
+        if self.first_run is not None:
+            largest_model = int(MAX_SIZE_RATIO * self.first_run["bytes"])
         plan = {
             "runs": [[folder_name(run.source), run.seed] for run in runs],
             "values": self.search.hyperparameters,
@@ -379,11 +379,11 @@ class SageMakerRuns(GroupRun):
                 files[f"{folder_name(run.source)}/{name}"] = content
         return Source(first.directory, files)
 
-    def text(self, settings: Settings) -> Channel:
+    def text_channel(self, settings: Settings) -> Channel:
         """The channel of the text that the runs read, which is uploaded once."""
         search = self.search
-        files = files_in(search.text)
-        meta = read_json(search.text / "meta.json")
+        files = files_in(search.text_directory)
+        meta = read_json(search.text_directory / "meta.json")
         upload = corpus.upload_of(
             f"try-{search.name}",
             files,

@@ -34,71 +34,71 @@ SHARED_SEEDS = "pairs of all tries"  # the purpose of the seeds that all folders
 class Comparison:
     """A folder of a search, to be compared with the base.
 
-    use: for what the ledger draws the seeds of their runs, such as SHARED_SEEDS.
+    purpose: for what the ledger draws the seeds of their runs, such as SHARED_SEEDS.
     """
 
     search: Search
-    source: Source
+    candidate: Source
     base: Source
-    use: str = SHARED_SEEDS
+    purpose: str = SHARED_SEEDS
 
     @property
     def ledger(self) -> SearchLedger:
         return self.search.ledger
 
     @property
-    def are_fresh(self) -> bool:
+    def has_fresh_seeds(self) -> bool:
         """True if the seeds are for this comparison alone."""
-        return self.use != SHARED_SEEDS
+        return self.purpose != SHARED_SEEDS
 
     def differences(self, n_pairs: int) -> list[float]:
         """Make the runs for n_pairs seeds; return, for each, the folder's loss minus the base's.
 
         Raises Refused if the folder's runs break a rule.
         """
-        seeds = self.ledger.seeds(self.use, n_pairs)
-        pairs = f"{n_pairs} pairs of {'fresh' if self.are_fresh else 'shared'} seeds"
+        seeds = self.ledger.seeds(self.purpose, n_pairs)
+        pairs = f"{n_pairs} pairs of {'fresh' if self.has_fresh_seeds else 'shared'} seeds"
         runs = []
         for seed in seeds:
-            runs += [SeededRun(self.base, seed), SeededRun(self.source, seed)]
+            runs += [SeededRun(self.base, seed), SeededRun(self.candidate, seed)]
         self.search.measure(runs, pairs, self)
-        losses = self.ledger.losses_of(self.source.sha256, seeds)
+        losses = self.ledger.losses_of(self.candidate.sha256, seeds)
         base_losses = self.ledger.losses_of(self.base.sha256, seeds)
         differences = [loss - base for loss, base in zip(losses, base_losses, strict=True)]
 
         gain = f"{fmean(differences):+.4f} ±{rule.margin_of_mean(differences):.4f}"
         logger.info(f"{pairs}: {gain}")
         self.check_losses(seeds)
-        max_ratio = MAX_TIME_RATIO if self.are_fresh else MAX_TIME_RATIO_SHARED
-        self.search.budget.check_time(self.source.sha256, self.base.sha256, seeds, max_ratio)
+        max_ratio = MAX_TIME_RATIO if self.has_fresh_seeds else MAX_TIME_RATIO_SHARED
+        self.search.budget.check_time(self.candidate.sha256, self.base.sha256, seeds, max_ratio)
         return differences
 
-    def expected_course(self, looks: Sequence[int]) -> str:
+    def describe_course(self, looks: Sequence[int]) -> str:
         """Describe how many pairs a try takes, and how long, by the times of the base's runs."""
         budget = self.search.budget
         run_seconds = budget.mean_seconds(self.base.sha256) / self.search.run_maker.at_once
         run_seconds += budget.mean_seconds(self.base.sha256, JUDGE_TIME_FIELD)
         max_pairs = looks[-1]
-        shortest = duration(run_seconds * self.missing_runs(looks[0]))
-        longest = duration(run_seconds * (self.missing_runs(max_pairs) + 2 * max_pairs))
+        shortest = duration(run_seconds * self.count_missing_runs(looks[0]))
+        longest = duration(run_seconds * (self.count_missing_runs(max_pairs) + 2 * max_pairs))
         n_pairs = f"{max_pairs}"
         if len(looks) > 1:
             n_pairs = f"{looks[0]} to {max_pairs}"
         fresh_pairs = f"if it looks better up to {max_pairs} of fresh ones"
         return f"{n_pairs} pairs of shared seeds, and {fresh_pairs}: about {shortest} to {longest}"
 
-    def missing_runs(self, n_pairs: int) -> int:
+    def count_missing_runs(self, n_pairs: int) -> int:
         """The number of runs that are still to be made for n_pairs of shared seeds."""
         seeds = set(self.ledger.drawn_seeds(SHARED_SEEDS))
         n_missing = 0
-        for folder in (self.source.sha256, self.base.sha256):
+        for folder in (self.candidate.sha256, self.base.sha256):
             n_made = len(seeds.intersection(self.ledger.seeds_of(folder)))
             n_missing += max(0, n_pairs - n_made)
         return n_missing
 
     def is_candidate(self, run: SeededRun) -> bool:
         """True if a run is of the folder that is tried, and not of the base."""
-        return run.source.sha256 == self.source.sha256
+        return run.source.sha256 == self.candidate.sha256
 
     def leak_check_bound(self, seed: int) -> float:
         """A model of the folder is checked for looking ahead if its loss is below this bound.
@@ -106,14 +106,14 @@ class Comparison:
         Fresh seeds decide, so all of their models are checked. On shared seeds, only those are that
         beat the base.
         """
-        if self.are_fresh:
+        if self.has_fresh_seeds:
             return math.inf
         return self.ledger.losses.get((self.base.sha256, seed), math.inf)
 
     def check_losses(self, seeds: Sequence[int]) -> None:
         """Raise Refused if two seeds have one loss, or all losses are those of another folder."""
         losses = self.ledger.losses
-        candidate = self.source.sha256
+        candidate = self.candidate.sha256
         losses_of_candidate = self.ledger.losses_of(candidate, seeds)
         if len(set(losses_of_candidate)) < len(seeds):
             raise Refused("different seeds give the same loss")
@@ -129,9 +129,9 @@ class Comparison:
     def may_be_luck(self, gain: float) -> bool:
         """As `rule.may_be_luck`, for all seeds with which both folders were trained."""
         base_seeds = self.ledger.seeds_of(self.base.sha256)
-        seeds = self.ledger.seeds_of(self.source.sha256)
+        seeds = self.ledger.seeds_of(self.candidate.sha256)
         common = [seed for seed in seeds if seed in base_seeds]
-        losses = self.ledger.losses_of(self.source.sha256, common)
+        losses = self.ledger.losses_of(self.candidate.sha256, common)
         base_losses = self.ledger.losses_of(self.base.sha256, common)
         return rule.may_be_luck(gain, losses, base_losses)
 
@@ -139,7 +139,7 @@ class Comparison:
         """The mean difference with its 95 % interval, and the folder's time over the base's."""
         mean = fmean(differences)
         margin = rule.margin_of_mean(differences)
-        seconds = self.search.budget.mean_seconds(self.source.sha256)
+        seconds = self.search.budget.mean_seconds(self.candidate.sha256)
         base_seconds = self.search.budget.mean_seconds(self.base.sha256)
         return {
             "pairs": len(differences),

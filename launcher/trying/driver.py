@@ -53,7 +53,7 @@ class PlannedRun:
     seed: int
 
     @property
-    def user(self) -> int:
+    def user_id(self) -> int:
         return FIRST_USER_ID + self.index
 
 
@@ -67,7 +67,7 @@ class Driver:
         self.directory = directory
         self.rank = rank
         self.world_size = world_size
-        self.started = time.monotonic()
+        self.start_time = time.monotonic()
         self.plan = json.loads((JOB_FOLDER / "plan.json").read_text())
         # On a GPU, runs are timed by the clock, and may start the compiler of kernels.
         self.has_gpu = os.environ.get("SM_NUM_GPUS") not in (None, "", "0")
@@ -106,7 +106,7 @@ class Driver:
             copy_files(JOB_FOLDER / run.folder, folder)
         output = self.directory / f"run-{run.index}"
         output.mkdir(mode=0o700)
-        os.chown(output, run.user, run.user)
+        os.chown(output, run.user_id, run.user_id)
 
         seconds, problem = self.train(run, folder, output)
         target.mkdir()
@@ -122,10 +122,10 @@ class Driver:
 
     def train(self, run: PlannedRun, folder: Path, output: Path) -> tuple[float, str]:
         """Train by a folder; return the seconds that it took, and why it failed, or ''."""
-        seconds_left = max(0.0, self.plan["seconds"] - (time.monotonic() - self.started))
+        seconds_left = max(0.0, self.plan["seconds"] - (time.monotonic() - self.start_time))
         limit = min(self.plan["limit"], seconds_left)
         problem = ""
-        began = self.now()
+        began = self.seconds_used()
         with (self.directory / "log").open("w+b") as log:
             process = self.start(run, folder, output, log)
             try:
@@ -136,8 +136,8 @@ class Driver:
                 problem = "the job's time was over"
                 if limit < seconds_left:
                     problem = f"it took over {limit:.0f} s"
-            seconds = self.now() - began
-            kill_processes_of(run.user)
+            seconds = self.seconds_used() - began
+            kill_processes_of(run.user_id)
             process.wait()
         return seconds, problem
 
@@ -158,12 +158,12 @@ class Driver:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            user=run.user,
-            group=run.user,
+            user=run.user_id,
+            group=run.user_id,
             extra_groups=[],
         )
 
-    def now(self) -> float:
+    def seconds_used(self) -> float:
         """Seconds by the clock, on a GPU; on a CPU, the processor time of all runs so far."""
         if self.has_gpu:
             return time.monotonic()
@@ -202,7 +202,7 @@ def main() -> None:
     world_size = int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE") or env.get("LOCAL_WORLD_SIZE") or 1)
     models = Path(env["SM_MODEL_DIR"])
     os.umask(0o022)
-    close(models.parent)
+    close_directories(models.parent)
     with TemporaryDirectory() as name:
         driver = Driver(Path(name), rank, world_size)
         driver.set_up(Path(env["SM_CHANNEL_TRAINING"]))
@@ -211,7 +211,7 @@ def main() -> None:
         driver.make_all(models)
 
 
-def close(base: Path) -> None:
+def close_directories(base: Path) -> None:
     """Let other users reach Python, wherever the image has it. Close the directory `base` to them,
     and the directories through which they could reach each other."""
     for python in (sys.executable, sys.prefix, sys.base_prefix):
@@ -257,11 +257,11 @@ def last_line(log: IO[bytes]) -> str:
     return text.rpartition("\n")[2]
 
 
-def kill_processes_of(user: int) -> None:
-    """Kill all processes of a user."""
-    code = f"import os; os.getuid() == {user} and os.kill(-1, 9)"
+def kill_processes_of(user_id: int) -> None:
+    """Kill all processes of a user, by its id."""
+    code = f"import os; os.getuid() == {user_id} and os.kill(-1, 9)"
     command = [sys.executable, "-I", "-c", code]
-    subprocess.run(command, user=user, group=user, extra_groups=[], stderr=subprocess.DEVNULL)
+    subprocess.run(command, user=user_id, group=user_id, extra_groups=[], stderr=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ class SearchLedger(GroupLedger):
                         begun = folder
         return begun
 
-    def kills_of(self, folder: str) -> int:
+    def count_kills(self, folder: str) -> int:
         """How many commands were killed after they had begun runs of a folder and before these were
         judged. Kills before the folder began anew do not count."""
         n_kills = 0
@@ -141,7 +141,7 @@ class SearchLedger(GroupLedger):
         A run could wait to be killed unless it was lucky, since a killed run is made again.
         """
         n_runs = len(self.runs_of(folder))
-        return self.kills_of(folder) > max(MAX_KILLS, n_runs / RUNS_PER_KILL)
+        return self.count_kills(folder) > max(MAX_KILLS, n_runs / RUNS_PER_KILL)
 
     # -- seeds ------------------------------------------------------------------------------------
 

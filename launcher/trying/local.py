@@ -40,11 +40,13 @@ class LocalRuns:
 
         The ledger notes first that they begin. If this command is killed, they are made again.
         """
-        limit = self.search.budget.max_run_seconds
+        max_seconds = self.search.budget.max_run_seconds
         local_runs = []
         for run in runs:
             values = {**self.search.hyperparameters, "seed": run.seed}
-            local_run = Run(run.source, values, self.search.text, limit=limit, is_isolated=True)
+            local_run = Run(
+                run.source, values, self.search.text_directory, limit=max_seconds, is_isolated=True
+            )
             local_runs.append(local_run)
         self.search.ledger.add("begun", runs=[run.key for run in runs])
         # While a model is judged, no run goes on (in_groups): the model sees the judge's text, and

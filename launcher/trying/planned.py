@@ -29,8 +29,8 @@ def planned_tokens(
 ) -> int:
     """The number of tokens on which a folder would train, by its config.py. Raises Refused."""
     program = PROGRAM.format(hyperparameters=dict(hyperparameters)).encode()
-    printing = Source(source.directory, {**source.files, "train.py": program})
-    run = Run(printing, {}, text, limit=limit, is_isolated=True)
+    printing_folder = Source(source.directory, {**source.files, "train.py": program})
+    run = Run(printing_folder, {}, text, limit=limit, is_isolated=True)
     [(_, ended)] = run_all([run], 1)
     last_line = ended.log.rpartition("\n")[2]
     try:

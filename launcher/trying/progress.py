@@ -32,7 +32,7 @@ class RunProgress:
         self.made_by_job = made_by_job
         self.n_ended = 0
         self.start_time = time.monotonic()
-        self.last_line = -math.inf
+        self.last_log_time = -math.inf
 
     def begin(self, purpose: str) -> None:
         """Log the purpose and the number of the runs."""
@@ -57,7 +57,7 @@ class RunProgress:
     def note_time(self) -> None:
         """Log how long the runs go on, unless the time left was logged just before."""
         now = time.monotonic()
-        if now - self.last_line > PROGRESS_SECONDS:
+        if now - self.last_log_time > PROGRESS_SECONDS:
             passed = duration(now - self.start_time)
             logger.info(f"{self.n_ended} of {self.n_runs} runs have ended after {passed}")
 
@@ -71,11 +71,11 @@ class RunProgress:
         self.n_ended += 1
         n_left = self.n_runs - self.n_ended
         now = time.monotonic()
-        is_due = now - self.last_line > PROGRESS_SECONDS
+        is_due = now - self.last_log_time > PROGRESS_SECONDS
         if not is_due or self.n_ended % self.at_once:
             return
         seconds_left = (now - self.start_time) / self.n_ended * n_left
         if seconds_left >= MIN_SECONDS_LEFT:
-            self.last_line = now
+            self.last_log_time = now
             time_left = duration(seconds_left)
             logger.info(f"{self.n_ended} of {self.n_runs} runs, time left {time_left}")

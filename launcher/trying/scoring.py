@@ -43,27 +43,27 @@ class Judge:
         self.encoded = encode([Text("judge", [content.decode()])], tokenizer)
 
     def score(
-        self, model: Path, source: Source, leak_check_bound: float, limit: float = math.inf
+        self, model: Path, source: Source, leak_check_bound: float, max_seconds: float = math.inf
     ) -> Score:
-        """Score a model, whose process may compute for `limit` seconds.
+        """Score a model, whose process may compute for max_seconds.
 
         If its loss is below leak_check_bound, another process checks that it neither looks ahead
         nor learns from the windows before. Raises Refused.
         """
         try:
-            with self.worker(model, source, limit) as worker:
+            with self.worker(model, source, max_seconds) as worker:
                 [nats] = losses(worker, self.encoded)
             score = Score(float(nats.mean()), worker.cpu_seconds)
             if score.loss < leak_check_bound:
-                check_limit = limit * self.rows_of_check(worker.block_size)
-                with self.worker(model, source, check_limit) as other:
+                check_seconds = max_seconds * self.check_rows_ratio(worker.block_size)
+                with self.worker(model, source, check_seconds) as other:
                     check_causal(other, self.encoded, [nats], N_CUTS)
         except (LauncherError, TrainingError) as error:
             reason = str(error)[:MAX_REASON_LENGTH]
             raise Refused(reason, is_final=isinstance(error, NotCausal)) from None
         return score
 
-    def rows_of_check(self, block_size: int) -> float:
+    def check_rows_ratio(self, block_size: int) -> float:
         """How many rows the check computes for each row of the score, at least 1.
 
         Each row of the check counts twice: a short row takes longer than its share of a whole row.
@@ -71,10 +71,12 @@ class Judge:
         windows = cut_windows(self.encoded, self.tokenizer.start, block_size)
         return max(1.0, 2 * N_CUTS / len(windows))
 
-    def worker(self, model: Path, source: Source, limit: float) -> Worker:
+    def worker(self, model: Path, source: Source, max_seconds: float) -> Worker:
         """Start a process that computes a model by the folder that was kept, which no run can
         change."""
         folder = self.settings.home / "sources" / source.sha256
-        worker = Worker(model, self.settings, folder, self.tokenizer, silent=True, limit=limit)
+        worker = Worker(
+            model, self.settings, folder, self.tokenizer, silent=True, max_cpu_seconds=max_seconds
+        )
         worker.block_size = min(worker.block_size, MAX_WINDOW_TOKENS)
         return worker

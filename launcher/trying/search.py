@@ -68,9 +68,11 @@ class Search:
             raise no_search_error(name, settings)
         self.start = self.ledger.start
         self.budget = Budget(self.ledger)
-        self.text = self.directory / "text"
-        meta = read_json(self.text / "meta.json")
-        tokenizer = Tokenizer(read_json(self.text / "tokenizer.json"), meta["end_of_text"])
+        self.text_directory = self.directory / "text"
+        meta = read_json(self.text_directory / "meta.json")
+        tokenizer = Tokenizer(
+            read_json(self.text_directory / "tokenizer.json"), meta["end_of_text"]
+        )
         self.judge = Judge(self.read_judged_text(), tokenizer, settings)
 
     def read_judged_text(self) -> bytes:
@@ -97,7 +99,7 @@ class Search:
         return source
 
     @property
-    def first(self) -> Source:
+    def first_folder(self) -> Source:
         """The folder that the search began with."""
         return self.source(self.start["folder"])
 
@@ -112,8 +114,8 @@ class Search:
         folders.update(entry["folder"] for entry in self.ledger.of("try"))
         for sha256 in folders:
             self.source(sha256)
-        if digest_of(files_in(self.text)) != self.start["runs_read"]:
-            raise ServiceError(f"{self.text} was changed after the search began")
+        if digest_of(files_in(self.text_directory)) != self.start["runs_read"]:
+            raise ServiceError(f"{self.text_directory} was changed after the search began")
 
     @property
     def is_running(self) -> bool:
@@ -131,7 +133,7 @@ class Search:
         entries = self.ledger.of("base")
         if entries:
             return entries[0]
-        first = self.first
+        first = self.first_folder
         seeds = self.ledger.seeds(SHARED_SEEDS, BASE_SEEDS)
         self.measure([SeededRun(first, seed) for seed in seeds], "base")
         losses = self.ledger.losses_of(first.sha256, seeds)
@@ -275,14 +277,14 @@ class Search:
     def check(self, source: Source) -> None:
         """Raise Refused for problems that the code shows, or two small steps on this machine do."""
         logger.info("checking the folder: its code, and two small steps")
-        check_code(source, self.first, self.judge.content)
+        check_code(source, self.first_folder, self.judge.content)
         limit = 10 * self.budget.max_run_seconds
-        tokens = planned_tokens(source, self.hyperparameters, self.text, limit)
+        tokens = planned_tokens(source, self.hyperparameters, self.text_directory, limit)
         self.budget.check_sizes({"tokens": tokens})
         small_run = Run(
             source,
             {**self.hyperparameters, **SMALL_RUN},
-            self.text,
+            self.text_directory,
             cores(),
             limit=limit,
             is_isolated=True,
@@ -297,12 +299,12 @@ class Search:
     def compare(self, source: Source, base: Source, max_pairs: int) -> Entry:
         """Judge by pairs of runs: with seeds that all tries share, and then with fresh seeds."""
         shared = Comparison(self, source, base)
-        fresh = Comparison(self, source, base, use=f"{source.sha256} against {base.sha256}")
+        fresh = Comparison(self, source, base, purpose=f"{source.sha256} against {base.sha256}")
         looks = [n for n in rule.LOOKS if n <= max_pairs]
         if self.makes_jobs:  # each look would be a job
             looks = looks[-1:]
         else:
-            logger.info(shared.expected_course(looks))
+            logger.info(shared.describe_course(looks))
         smallest_gain = self.start["smallest_gain"]
         decision = rule.decide(shared.differences, fresh.differences, looks, smallest_gain)
         verdict = {
@@ -327,12 +329,12 @@ class Search:
             return self.measure_gain(n_pairs)
 
     def measure_gain(self, n_pairs: int) -> Entry:
-        first = self.first
+        first = self.first_folder
         last = self.source(self.ledger.base)
         if first.sha256 == last.sha256:
             raise InputError("nothing was kept yet")
         # These are other seeds than those by which the folders were kept.
-        comparison = Comparison(self, last, first, use=f"gain of {last.sha256}")
+        comparison = Comparison(self, last, first, purpose=f"gain of {last.sha256}")
         numbers = comparison.numbers(comparison.differences(n_pairs))
         return self.ledger.add("gain", folder=last.sha256, **numbers)
 

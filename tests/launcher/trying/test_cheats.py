@@ -346,7 +346,7 @@ sys.exit(1)
 def run_of(script: str, tiny_search: Search, **options: Any) -> Run:
     """A run that such a train.py makes."""
     source = Source(Path("mine"), {"config.py": b"", "train.py": script.encode()})
-    return Run(source, {}, tiny_search.text, is_isolated=True, **options)
+    return Run(source, {}, tiny_search.text_directory, is_isolated=True, **options)
 
 
 def problem_of(run: Run) -> str:
@@ -413,7 +413,9 @@ def test_more_steps_by_the_preset_are_refused_first(tiny_search, tmp_path):
 def test_a_folder_without_a_number_of_tokens_is_refused(tiny_search, tmp_path, change, why):
     with pytest.raises(Refused, match=why):
         cheat = Source.read(tiny_folder(tmp_path / "cheat", change))
-        planned_tokens(cheat, tiny_search.start["hyperparameters"], tiny_search.text, math.inf)
+        planned_tokens(
+            cheat, tiny_search.start["hyperparameters"], tiny_search.text_directory, math.inf
+        )
 
 
 def test_a_run_reaches_nothing_of_its_search(tiny_search, monkeypatch):
