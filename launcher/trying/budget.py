@@ -19,15 +19,22 @@ MAX_TIME_RATIO = 1.3  # times the time of the first folder
 # The limit on shared seeds: the runs of the base may be of a day when the machine was less busy.
 MAX_TIME_RATIO_SHARED = 2 * MAX_TIME_RATIO
 MAX_SIZE_RATIOS = {"tokens": 1.0, "parameters": MAX_SIZE_RATIO, "bytes": MAX_SIZE_RATIO}
-RUN_TIME_FIELD = "seconds"  # a field of the entry of a run, as is the next
+# Fields of the entry of a run in the ledger.
+RUN_TIME_FIELD = "seconds"
 JUDGE_TIME_FIELD = "judge_seconds"
 TIME_FIELDS = {RUN_TIME_FIELD: "time", JUDGE_TIME_FIELD: "time before the judge"}
-ENTRY_BYTES = 64  # more bytes than the times and the mode of a file can hold
-KILL_RATIO = 4.0  # a run that takes so many times the time of the first folder is ended
+ENTRY_BYTES = 64  # the times and the mode of a file can hold fewer bytes
+# A run is ended after KILL_RATIO times the time of the first folder, and KILL_SECONDS more.
+KILL_RATIO = 4.0
+KILL_SECONDS = 60
+MAX_SLOWDOWN = 2.0  # of runs by a busy machine
 
 
 class Budget:
-    """The limits for the folders of a search, by the runs in its ledger."""
+    """The limits for the folders of a search, by the runs in its ledger.
+
+    A training folder is named by its SHA-256.
+    """
 
     def __init__(self, ledger: SearchLedger) -> None:
         self.ledger = ledger
@@ -56,10 +63,11 @@ class Budget:
         return self.mean_seconds(self.ledger.start["folder"], field)
 
     def check_time(self, folder: str, base: str, seeds: Sequence[int], max_ratio: float) -> None:
-        """Raise Refused if the runs of a folder with these seeds take too long in total, or the
-        processes do that computed their models for the judge.
+        """Raise Refused if the runs of a folder with these seeds take too long in total.
 
-        The sum counts, since a median would not show a folder that is slow for a few seeds.
+        They may take max_ratio times as long as those of the search's first folder. So may the
+        processes that compute their models for the judge. The sum counts, since a median would not
+        show a folder that is slow for a few seeds.
         """
         runs = [run for run in self.ledger.runs_of(folder) if run["seed"] in seeds]
         for field, description in TIME_FIELDS.items():
@@ -69,11 +77,11 @@ class Budget:
                 raise Refused(f"takes {ratio:.2f}x the {description} of the search's first folder")
 
     def slowdown(self, base: str, seeds: Sequence[int], field: str) -> float:
-        """The mean time of the base's runs with these seeds over that of its other runs,
-        but at least 1 and at most 2.
+        """By how much a busy machine slowed these seeds' runs: from 1 to MAX_SLOWDOWN.
 
-        On a busy machine, other programs use the caches and the core, so a run computes for longer.
-        field: a key of TIME_FIELDS.
+        It is the mean time of the base's runs with these seeds, divided by that of its other runs.
+        Other programs use the caches and the core, so a run computes for longer. field: a key of
+        TIME_FIELDS.
         """
         times = list[float]()
         other_times = list[float]()
@@ -84,7 +92,7 @@ class Budget:
                 other_times.append(run[field])
         if not times or not other_times:
             return 1.0
-        return min(2.0, max(1.0, fmean(times) / fmean(other_times)))
+        return min(MAX_SLOWDOWN, max(1.0, fmean(times) / fmean(other_times)))
 
     @property
     def max_run_seconds(self) -> float:
@@ -93,20 +101,21 @@ class Budget:
 
     @property
     def max_judge_seconds(self) -> float:
-        """The seconds that a model may compute for the judge; infinite for the first models of the
-        search."""
+        """The seconds that a model may compute for the judge; infinite for the first models."""
         return self.max_seconds(JUDGE_TIME_FIELD)
 
     def max_seconds(self, field: str) -> float:
         first_seconds = self.first_seconds(field)
         if not first_seconds:
             return math.inf
-        return 60 + KILL_RATIO * first_seconds
+        return KILL_SECONDS + KILL_RATIO * first_seconds
 
 
 def sizes_of(model: Path) -> dict[str, int]:
-    """The parameters of a model, the bytes of its directory, and, as the model itself says, the
-    tokens on which it was trained. Raises Refused if they cannot be read."""
+    """The parameters of a model, the tokens that it was trained on, and the bytes of its directory.
+
+    The tokens are those that its training.json claims. Raises Refused if they cannot be read.
+    """
     try:
         config = read_json(model / "training.json")["config"]
         tokens_per_step = config["batch_size"] * config["block_size"]

@@ -51,11 +51,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_UNKNOWN_SECONDS = 3600  # a job that AWS does not know after that will never be there
+MAX_UNKNOWN_SECONDS = 3600  # a job that AWS does not know for so long was never sent
 # Seconds that a job's time limit has besides those of its runs.
 SLACK_SECONDS = 300  # for runs that are slower than expected
 SETUP_SECONDS = 120  # before and after the runs
-UPLOAD_BYTES_PER_SECOND = 30e6  # bytes of models that are uploaded in a second
+TIME_FACTOR = 2  # the time limit of a job over the expected time of its runs
+UPLOAD_BYTES_PER_SECOND = 30e6
+ONLY_JOB = 1  # the number of the one job of a stage, as GroupRun counts jobs
 MAX_MODEL_BYTES = 1 << 36  # bytes of a model that may be packed, before one was measured
 DRIVER = Path(driver.__file__)
 # The filter of system calls. The driver loads it without the launcher.
@@ -202,9 +204,9 @@ class SageMakerRuns(GroupRun):
     # -- a job ------------------------------------------------------------------------------------
 
     def find_sent_job(self, runs: Sequence[SeededRun]) -> str:
-        """The id of a job that an earlier command sent for these runs; '' if there is none.
+        """The id of a job that a killed command sent for these runs; '' if there is none.
 
-        That command was killed. The job runs, or has ended and left models.
+        The job runs, or has ended and left models.
         """
         keys = {run.key for run in runs}
         for entry in reversed(self.ledger.of("reserved")):
@@ -229,7 +231,7 @@ class SageMakerRuns(GroupRun):
         """Find the job that was sent for these runs before, or plan a new one."""
         sent_before = self.find_sent_job(runs)
         if sent_before:
-            self.running[1] = sent_before
+            self.running[ONLY_JOB] = sent_before
             return
         self.ledger.settle_all(self.cost_of)
         job_id = launch.new_job_id()
@@ -238,10 +240,10 @@ class SageMakerRuns(GroupRun):
         base = self.ledger.base
         self.stage = sorted(runs, key=lambda run: run.source.sha256 != base)
         if self.first_run is None:
-            self.waiting[1] = self.plan_first_job(job_id, self.stage)
+            self.waiting[ONLY_JOB] = self.plan_first_job(job_id, self.stage)
         else:
             seconds = self.seconds_for(len(runs))
-            self.waiting[1] = self.plan_job(job_id, self.stage, seconds, self.settings)
+            self.waiting[ONLY_JOB] = self.plan_job(job_id, self.stage, seconds, self.settings)
 
     def end_stage(self) -> JobDescription:
         """Wait for the job; return its state at its end.
@@ -325,7 +327,7 @@ class SageMakerRuns(GroupRun):
 
     @property
     def first_run(self) -> Entry | None:
-        """The first run of the search, whose seconds and bytes are known; None before it."""
+        """The entry of the search's first run, with its seconds and bytes; None without runs."""
         return next(iter(self.ledger.of("run")), None)
 
     def describe(self, job_id: str) -> JobDescription | None:
@@ -338,12 +340,13 @@ class SageMakerRuns(GroupRun):
     def seconds_for(self, n_runs: int) -> int:
         """The time limit of a job of n_runs, in seconds.
 
-        It is twice what they take, by the runs of the first folder, with SLACK_SECONDS and the
-        upload.
+        It is TIME_FACTOR times what they take by the runs of the first folder, with SLACK_SECONDS
+        and the upload.
         """
         run_seconds = self.search.budget.first_seconds()
         n_rounds = math.ceil(n_runs / (count_gpus(self.instance) or 1))
-        return math.ceil(SLACK_SECONDS + 2 * run_seconds * n_rounds + self.upload_seconds(n_runs))
+        limit = TIME_FACTOR * run_seconds * n_rounds
+        return math.ceil(limit + SLACK_SECONDS + self.upload_seconds(n_runs))
 
     def upload_seconds(self, n_runs: int) -> float:
         """The seconds in which the models of n_runs are packed and uploaded; 0 if unknown."""
@@ -352,16 +355,16 @@ class SageMakerRuns(GroupRun):
         return float(n_runs * self.first_run["bytes"] / UPLOAD_BYTES_PER_SECOND)
 
     def job_folder(self, runs: Sequence[SeededRun], seconds: int) -> Source:
-        """The training folder of a job: the first folder of the search, with the driver as its
-        train.py, and below it the folders of the runs.
+        """The training folder of a job that makes these runs, within `seconds`.
 
-        Nothing of the runs' folders is imported here.
+        It is the first folder of the search, with the driver as its train.py. The folders of the
+        runs lie below it, and nothing of them is imported here.
         """
         first = self.search.first_folder
         largest_model = MAX_MODEL_BYTES
         if self.first_run is not None:
             largest_model = int(MAX_SIZE_RATIO * self.first_run["bytes"])
-        plan = {
+        document = {
             "runs": [[folder_name(run.source), run.seed] for run in runs],
             "values": self.search.hyperparameters,
             "seconds": seconds - SETUP_SECONDS - self.upload_seconds(len(runs)),
@@ -371,7 +374,7 @@ class SageMakerRuns(GroupRun):
         }
         files = dict(first.files)
         files["train.py"] = DRIVER.read_bytes()
-        files["plan.json"] = json.dumps(plan).encode()
+        files["plan.json"] = json.dumps(document).encode()
         for name, path in FILTER_FILES.items():
             files[name] = path.read_bytes()
         for run in runs:

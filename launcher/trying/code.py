@@ -20,13 +20,13 @@ MAX_PACKED_BYTES = 8 << 10  # bytes of packed new code: some 700 lines
 MAX_NEW_BYTES = 4 << 20  # bytes of new code that are packed, in two seconds
 # The filters of `xz -9e`, with a dictionary that is just large enough for both folders.
 XZ_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 23}]
-PART_BYTES = 4  # bytes of the parts by which a run is seen to repeat itself
+PART_BYTES = 4  # a run of few different parts of this length repeats itself
 
 
 def check_code(source: Source, first: Source, judged: bytes) -> None:
-    """Raise Refused if a folder holds more than new code, or a part of `judged`, the judge's text.
+    """Raise Refused if a folder holds more than new code, or a part of the judge's text.
 
-    first is the folder that the search began with.
+    first: the folder that the search began with. judged: the judge's text.
     """
     new_files = {}
     for name, content in source.files.items():
@@ -51,16 +51,16 @@ def check_size(new_files: Mapping[str, bytes], first: Source) -> None:
     """Raise Refused if new files have more packed bytes than code has. Their names count too."""
     new = names_and_contents(new_files)
     if len(new) > MAX_NEW_BYTES:
-        raise size_refusal(new_files, f"{len(new):,} bytes", MAX_NEW_BYTES)
+        raise refusal_of_size(new_files, f"{len(new):,} bytes", MAX_NEW_BYTES)
     first_code = names_and_contents(first.files)
     n_packed = packed_size(first_code + new) - packed_size_of_first(first_code)
     if n_packed > MAX_PACKED_BYTES:
         amount = f"{n_packed:,} bytes when it is packed"
-        raise size_refusal(new_files, amount, MAX_PACKED_BYTES)
+        raise refusal_of_size(new_files, amount, MAX_PACKED_BYTES)
 
 
 def names_and_contents(files: Mapping[str, bytes]) -> bytes:
-    """The names and the contents of files, one after the other."""
+    """The names and the contents of files, joined."""
     pieces = []
     for name in sorted(files):
         pieces += [name.encode(), b"\n", files[name]]
@@ -78,8 +78,11 @@ def packed_size(content: bytes) -> int:
     return len(lzma.compress(content, lzma.FORMAT_RAW, filters=XZ_FILTERS))
 
 
-def size_refusal(new_files: Mapping[str, bytes], amount: str, max_bytes: int) -> Refused:
-    """The refusal of new files, which names the largest one."""
+def refusal_of_size(new_files: Mapping[str, bytes], amount: str, max_bytes: int) -> Refused:
+    """The refusal of new files that take too much space, with the name of the largest one.
+
+    amount: the space that they take, such as `9,000 bytes`.
+    """
 
     def size_of(name: str) -> int:
         return len(lzma.compress(new_files[name], preset=0))
@@ -125,13 +128,13 @@ def runs_in(text: bytes) -> set[bytes]:
 
 
 def end_of_copy(text: bytes, start: int, runs_of_judge: set[bytes]) -> int:
-    """Where the copy of the judge's text ends that begins at `start`."""
+    """The position at which the copy of the judge's text ends that begins at `start`."""
     while text[start : start + RUN_BYTES] in runs_of_judge:
         start += 1
     return start - 1 + RUN_BYTES
 
 
 def repeats_itself(run: bytes) -> bool:
-    """True if a run has fewer different parts of PART_BYTES bytes than half of its bytes."""
+    """True if a run of n bytes has fewer than n / 2 different parts of PART_BYTES."""
     parts = {run[start : start + PART_BYTES] for start in range(len(run) - PART_BYTES + 1)}
     return len(parts) < len(run) / 2

@@ -1,4 +1,4 @@
-"""Compare a folder with the base, by the losses of pairs of runs with the same seed."""
+"""Compare a candidate with the base, by the losses of pairs of runs with the same seed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ SHARED_SEEDS = "pairs of all tries"  # the purpose of the seeds that all folders
 
 @dataclass(frozen=True)
 class Comparison:
-    """A folder of a search, to be compared with the base.
+    """The comparison of two training folders of a search: a candidate, and the base.
 
-    purpose: for what the ledger draws the seeds of their runs, such as SHARED_SEEDS.
+    purpose: what the ledger draws the seeds of their runs for, such as SHARED_SEEDS.
     """
 
     search: Search
@@ -52,29 +52,33 @@ class Comparison:
         return self.purpose != SHARED_SEEDS
 
     def differences(self, n_pairs: int) -> list[float]:
-        """Make the runs for n_pairs seeds; return, for each, the folder's loss minus the base's.
+        """Make the runs for n_pairs seeds; return the candidate's losses minus the base's.
 
-        Raises Refused if the folder's runs break a rule.
+        n_pairs: one of rule.LOOKS. Raises Refused if the candidate's runs break a rule.
         """
         seeds = self.ledger.seeds(self.purpose, n_pairs)
-        pairs = f"{n_pairs} pairs of {'fresh' if self.has_fresh_seeds else 'shared'} seeds"
+        kind = "fresh" if self.has_fresh_seeds else "shared"
+        title = f"{n_pairs} pairs of {kind} seeds"
         runs = []
         for seed in seeds:
             runs += [SeededRun(self.base, seed), SeededRun(self.candidate, seed)]
-        self.search.measure(runs, pairs, self)
+        self.search.measure(runs, title, comparison=self)
         losses = self.ledger.losses_of(self.candidate.sha256, seeds)
         base_losses = self.ledger.losses_of(self.base.sha256, seeds)
         differences = [loss - base for loss, base in zip(losses, base_losses, strict=True)]
 
-        gain = f"{fmean(differences):+.4f} ±{rule.margin_of_mean(differences):.4f}"
-        logger.info(f"{pairs}: {gain}")
+        mean = fmean(differences)  # below 0: the candidate is better
+        logger.info(f"{title}: {mean:+.4f} ±{rule.margin_of_mean(differences):.4f}")
         self.check_losses(seeds)
         max_ratio = MAX_TIME_RATIO if self.has_fresh_seeds else MAX_TIME_RATIO_SHARED
         self.search.budget.check_time(self.candidate.sha256, self.base.sha256, seeds, max_ratio)
         return differences
 
     def describe_course(self, looks: Sequence[int]) -> str:
-        """Describe how many pairs a try takes, and how long, by the times of the base's runs."""
+        """Describe how many pairs a try takes, and how long, by the times of the base's runs.
+
+        looks: the numbers of pairs after which the try may end.
+        """
         budget = self.search.budget
         run_seconds = budget.mean_seconds(self.base.sha256) / self.search.run_maker.at_once
         run_seconds += budget.mean_seconds(self.base.sha256, JUDGE_TIME_FIELD)
@@ -97,14 +101,14 @@ class Comparison:
         return n_missing
 
     def is_candidate(self, run: SeededRun) -> bool:
-        """True if a run is of the folder that is tried, and not of the base."""
+        """True if a run is of the candidate, and not of the base."""
         return run.source.sha256 == self.candidate.sha256
 
     def leak_check_bound(self, seed: int) -> float:
-        """A model of the folder is checked for looking ahead if its loss is below this bound.
+        """The loss below which a model of the candidate is checked for looking ahead.
 
-        Fresh seeds decide, so all of their models are checked. On shared seeds, only those are that
-        beat the base.
+        Fresh seeds decide, so the bound is infinite, and all models are checked. For a shared seed,
+        it is the loss of the base: only models that beat the base are checked.
         """
         if self.has_fresh_seeds:
             return math.inf
@@ -113,21 +117,20 @@ class Comparison:
     def check_losses(self, seeds: Sequence[int]) -> None:
         """Raise Refused if two seeds have one loss, or all losses are those of another folder."""
         losses = self.ledger.losses
-        candidate = self.candidate.sha256
-        losses_of_candidate = self.ledger.losses_of(candidate, seeds)
-        if len(set(losses_of_candidate)) < len(seeds):
+        candidate_losses = self.ledger.losses_of(self.candidate.sha256, seeds)
+        if len(set(candidate_losses)) < len(seeds):
             raise Refused("different seeds give the same loss")
         names = {
             self.ledger.start["folder"]: "the search's first folder",
             self.base.sha256: "the base",
         }
-        for folder in {folder for folder, _ in losses} - {candidate}:
-            if [losses.get((folder, seed)) for seed in seeds] == losses_of_candidate:
+        for folder in {folder for folder, _ in losses} - {self.candidate.sha256}:
+            if [losses.get((folder, seed)) for seed in seeds] == candidate_losses:
                 name = names.get(folder, f"folder {folder[:8]}, tried before")
                 raise Refused(f"its runs are those of {name}: the change changes nothing")
 
     def may_be_luck(self, gain: float) -> bool:
-        """As `rule.may_be_luck`, for all seeds with which both folders were trained."""
+        """As rule.may_be_luck, for all seeds with which both folders were trained."""
         base_seeds = self.ledger.seeds_of(self.base.sha256)
         seeds = self.ledger.seeds_of(self.candidate.sha256)
         common = [seed for seed in seeds if seed in base_seeds]
@@ -136,7 +139,7 @@ class Comparison:
         return rule.may_be_luck(gain, losses, base_losses)
 
     def numbers(self, differences: Sequence[float]) -> Entry:
-        """The mean difference with its 95 % interval, and the folder's time over the base's."""
+        """The mean difference with its 95 % interval, and the candidate's time over the base's."""
         mean = fmean(differences)
         margin = rule.margin_of_mean(differences)
         seconds = self.search.budget.mean_seconds(self.candidate.sha256)

@@ -121,7 +121,7 @@ class Driver:
         return facts
 
     def train(self, run: PlannedRun, folder: Path, output: Path) -> tuple[float, str]:
-        """Train by a folder; return the seconds that it took, and why it failed, or ''."""
+        """Train by a folder; return the seconds that it took, and its problem, or ''."""
         seconds_left = max(0.0, self.plan["seconds"] - (time.monotonic() - self.start_time))
         limit = min(self.plan["limit"], seconds_left)
         problem = ""
@@ -212,8 +212,10 @@ def main() -> None:
 
 
 def close_directories(base: Path) -> None:
-    """Let other users reach Python, wherever the image has it. Close the directory `base` to them,
-    and the directories through which they could reach each other."""
+    """Let other users reach Python, wherever the image has it, and close directories to them.
+
+    These are `base`, and SHARED_DIRECTORIES, through which they could reach each other.
+    """
     for python in (sys.executable, sys.prefix, sys.base_prefix):
         for parent in Path(python).resolve().parents:
             if not parent.stat().st_mode & 0o001:
@@ -232,8 +234,10 @@ def has_filter(directory: Path) -> bool:
 
 
 def pack(model: Path, target: Path, max_bytes: int) -> None:
-    """Pack the directory of a model; links in it stay links. Raises OSError if the directory is a
-    link, or has over max_bytes."""
+    """Pack the directory of a model; links in it stay links.
+
+    Raises OSError if the directory is a link, or has over max_bytes.
+    """
     n_bytes = sum(path.lstat().st_size for path in model.rglob("*"))
     if model.is_symlink() or n_bytes > max_bytes:
         raise OSError(f"it is a link, or takes over {max_bytes:,} bytes")

@@ -33,7 +33,10 @@ MAX_KILLS, RUNS_PER_KILL = 3, 16
 
 
 class SearchLedger(GroupLedger):
-    """The ledger of the search in a directory. Raises ServiceError if an entry was changed."""
+    """The ledger of the search in a directory. Raises ServiceError if an entry was changed.
+
+    A training folder is named by its SHA-256.
+    """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / "ledger.jsonl")
@@ -117,8 +120,10 @@ class SearchLedger(GroupLedger):
         return begun
 
     def count_kills(self, folder: str) -> int:
-        """How many commands were killed after they had begun runs of a folder and before these were
-        judged. Kills before the folder began anew do not count."""
+        """Count the commands that were killed while runs of a folder were begun and not judged.
+
+        Kills before the folder began anew do not count.
+        """
         n_kills = 0
         unjudged = set[int]()  # seeds of the runs that were begun last
         for entry in self.entries:
@@ -145,28 +150,28 @@ class SearchLedger(GroupLedger):
 
     # -- seeds ------------------------------------------------------------------------------------
 
-    def seeds(self, use: str, n_seeds: int) -> list[int]:
-        """The first n_seeds of a use. Seeds that the ledger lacks are drawn now, and added to it.
+    def seeds(self, purpose: str, n_seeds: int) -> list[int]:
+        """The first n_seeds seeds of a purpose. Those that the ledger lacks are drawn, and added.
 
         So no folder can be made for its seeds. And a command that was killed because its runs lost
         too much gets the same seeds the next time.
         """
         with self.locked():
-            seeds = self.drawn_seeds(use)
+            seeds = self.drawn_seeds(purpose)
             if len(seeds) < n_seeds:
                 all_seeds = set[int]()
                 for entry in self.of("seeds"):
                     all_seeds.update(entry["seeds"])
                 new_seeds = draw_seeds(n_seeds - len(seeds), all_seeds)
-                self.write("seeds", use=use, seeds=new_seeds)
+                self.write("seeds", use=purpose, seeds=new_seeds)
                 seeds += new_seeds
         return seeds[:n_seeds]
 
-    def drawn_seeds(self, use: str) -> list[int]:
-        """The seeds that were drawn for a use so far."""
+    def drawn_seeds(self, purpose: str) -> list[int]:
+        """The seeds that were drawn for a purpose so far."""
         seeds = list[int]()
         for entry in self.of("seeds"):
-            if entry["use"] == use:
+            if entry["use"] == purpose:
                 seeds += entry["seeds"]
         return seeds
 
@@ -181,8 +186,10 @@ class SearchLedger(GroupLedger):
         return math.fsum(entry["usd"] for entry in self.of("settled") if entry["job"] in jobs)
 
     def settle_all(self, cost_of: Callable[[Entry], float | None]) -> None:
-        """Settle each open reservation by what its job cost; cost_of returns None if that is not
-        known yet."""
+        """Settle each open reservation whose cost is known.
+
+        cost_of: returns what the job of a reservation cost, in USD, or None.
+        """
         for job_id, entry in self.open_reservations.items():
             cost = cost_of(entry)
             if cost is not None:

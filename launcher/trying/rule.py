@@ -60,12 +60,15 @@ def standard_error(differences: Sequence[float]) -> float:
 
 
 def margin_of_mean(differences: Sequence[float]) -> float:
-    """Half of the 95 % interval of the mean of differences."""
+    """Half of the 95 % interval of the mean of differences, whose number is one of LOOKS."""
     return T975[len(differences)] * standard_error(differences)
 
 
 def first_verdict(differences: Sequence[float], smallest_gain: float) -> str:
-    """`better`, `no better`, or '' if it takes more pairs to know. smallest_gain: in nats."""
+    """`better`, `no better`, or '' if it takes more pairs to know.
+
+    smallest_gain: in nats. The number of differences is one of LOOKS.
+    """
     mean = fmean(differences)
     error = standard_error(differences)
     n = len(differences)
@@ -105,33 +108,34 @@ def n_pairs_for(smallest_gain: float, deviation: float) -> int:
 
 
 def decide(
-    shared: Callable[[int], Sequence[float]],
-    fresh: Callable[[int], Sequence[float]],
+    shared_differences: Callable[[int], Sequence[float]],
+    fresh_differences: Callable[[int], Sequence[float]],
     looks: Sequence[int],
     smallest_gain: float,
 ) -> Decision:
     """The verdict on a change.
 
-    shared returns the differences of the first n pairs, and fresh those of n fresh pairs. looks are
-    the numbers of pairs after which the first test may stop.
+    shared_differences makes the first n pairs of shared seeds, and returns their differences;
+    fresh_differences does so with n fresh seeds. looks: the numbers of pairs after which the first
+    test may stop. smallest_gain: in nats.
     """
     outcome = ""
     differences: Sequence[float] = ()
     for n in looks:
-        differences = shared(n)
+        differences = shared_differences(n)
         outcome = first_verdict(differences, smallest_gain)
         if outcome:
             break
     if outcome != "better":
         return Decision(outcome or "undecided", differences, are_fresh=False)
 
-    # It may gain only half of what it seems to. At least MIN_FRESH_PAIRS, as the deviation of few
-    # pairs is uncertain.
+    # The change may gain only half of what it seems to. There are at least MIN_FRESH_PAIRS, as the
+    # deviation of few pairs is uncertain.
     likely_gain = max(smallest_gain, -fmean(differences) / 2)
     n_fresh = max(MIN_FRESH_PAIRS, n_pairs_for(likely_gain, stdev(differences) / PAIRED_RATIO))
     n_fresh = min(n_fresh, looks[-1])
     logger.info(f"it looks better; {n_fresh} pairs of fresh seeds decide")
-    differences = fresh(n_fresh)
+    differences = fresh_differences(n_fresh)
     verdict = "kept" if is_confirmed(differences, smallest_gain) else "no better"
     return Decision(verdict, differences, are_fresh=True)
 
@@ -139,10 +143,9 @@ def decide(
 def without_worst(
     losses: Sequence[float], base_losses: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """The losses of a folder and of the base, without the pairs in which the folder is the worst
-    against the base.
+    """The losses of a folder and of the base, without the pairs with the largest differences.
 
-    So a few bad seeds do not hide that all other losses are alike.
+    So a few bad seeds of the folder do not hide that all its other losses are alike.
     """
 
     def difference(index: int) -> float:

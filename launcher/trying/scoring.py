@@ -48,7 +48,7 @@ class Judge:
         """Score a model, whose process may compute for max_seconds.
 
         If its loss is below leak_check_bound, another process checks that it neither looks ahead
-        nor learns from the windows before. Raises Refused.
+        nor learns from the windows before. Raises Refused if it does, or if a process fails.
         """
         try:
             with self.worker(model, source, max_seconds) as worker:
@@ -64,7 +64,7 @@ class Judge:
         return score
 
     def check_rows_ratio(self, block_size: int) -> float:
-        """How many rows the check computes for each row of the score, at least 1.
+        """The rows that the check computes over those of the score, at least 1.
 
         Each row of the check counts twice: a short row takes longer than its share of a whole row.
         """
@@ -72,8 +72,7 @@ class Judge:
         return max(1.0, 2 * N_CUTS / len(windows))
 
     def worker(self, model: Path, source: Source, max_seconds: float) -> Worker:
-        """Start a process that computes a model by the folder that was kept, which no run can
-        change."""
+        """Start a process that computes a model by the kept folder, which no run can change."""
         folder = self.settings.home / "sources" / source.sha256
         worker = Worker(
             model, self.settings, folder, self.tokenizer, silent=True, max_cpu_seconds=max_seconds

@@ -39,7 +39,7 @@ from sm_nanogpt.launcher.trying.scoring import Judge
 logger = logging.getLogger(__name__)
 
 SEARCH_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
-BASE_SEEDS = 8
+BASE_SEEDS = 8  # number of runs that measure the base
 LOCK_FILE = "running"  # the file that a command locks while it uses a search
 OTHER_WAS_KEPT = "another folder was kept meanwhile; change that one so, and try it again"
 LUCKY_ORDER = "its losses hardly follow the seeds: a lucky order of its batches may gain as much"
@@ -135,7 +135,7 @@ class Search:
             return entries[0]
         first = self.first_folder
         seeds = self.ledger.seeds(SHARED_SEEDS, BASE_SEEDS)
-        self.measure([SeededRun(first, seed) for seed in seeds], "base")
+        self.measure([SeededRun(first, seed) for seed in seeds], title="base")
         losses = self.ledger.losses_of(first.sha256, seeds)
         deviation = stdev(losses)
         pairs = rule.n_pairs_for(self.start["smallest_gain"], deviation)
@@ -144,16 +144,17 @@ class Search:
     # -- runs and their losses --------------------------------------------------------------------
 
     def measure(
-        self, runs: Sequence[SeededRun], purpose: str, comparison: Comparison | None = None
+        self, runs: Sequence[SeededRun], title: str, comparison: Comparison | None = None
     ) -> None:
         """Make the runs that the ledger lacks, judge them, and add them to it.
 
-        purpose: what the log calls the runs. Raises Refused if a run of the folder that is tried
-        fails or uses more than it may, and ServiceError if a run of the base does.
+        title: what the log calls the runs. comparison: the one that needs them; None for runs of
+        the base alone. Raises Refused if a run of the candidate fails or uses more than it may, and
+        ServiceError if a run of the base does.
         """
         losses = self.ledger.losses
         missing = [run for run in runs if run.key not in losses]
-        for finished in self.train(missing, purpose):
+        for finished in self.train(missing, title):
             if comparison is not None and comparison.is_candidate(finished.run):
                 bound = comparison.leak_check_bound(finished.run.seed)
                 entry = self.judge_run(finished, bound)
@@ -161,11 +162,11 @@ class Search:
                 entry = self.judge_base_run(finished)
             self.ledger.add("run", **entry)
 
-    def train(self, runs: Sequence[SeededRun], purpose: str) -> Iterator[TriedRun]:
+    def train(self, runs: Sequence[SeededRun], title: str) -> Iterator[TriedRun]:
         """Make runs, yield each, and log the time that passes and the time left."""
         progress = RunProgress(len(runs), self.run_maker.at_once, self.makes_jobs)
         if runs and not self.makes_jobs:  # a job is logged elsewhere, with its cost
-            progress.begin(purpose)
+            progress.begin(title)
         with nullcontext() if self.makes_jobs else progress.watched():
             for finished in self.run_maker.train(runs):
                 progress.note_made()
@@ -230,12 +231,11 @@ class Search:
         cost_before = self.ledger.cost_of(source.sha256)
         with storage.errors_about(str(self.settings.home)):
             keep_source(source, self.settings)
-        verdict = self.verdict_on(source, self.source(base))
+        fields = self.verdict_on(source, self.source(base))
         cost = self.ledger.cost_of(source.sha256) - cost_before
         with self.ledger.locked():
-            if verdict["verdict"] == "kept" and self.ledger.base != base:
-                verdict["verdict"] = "no better"
-                verdict["why"] = OTHER_WAS_KEPT
+            if fields["verdict"] == "kept" and self.ledger.base != base:
+                fields |= {"verdict": "no better", "why": OTHER_WAS_KEPT}
             return self.ledger.write(
                 "try",
                 number=len(self.ledger.of("try")) + 1,
@@ -243,7 +243,7 @@ class Search:
                 base=base,
                 note=note,
                 usd=round(cost, 4),
-                **verdict,
+                **fields,
             )
 
     def check_new(self, source: Source) -> None:
@@ -261,21 +261,21 @@ class Search:
                 raise InputError(f"the folder was tried before: try {entry['number']}")
 
     def verdict_on(self, source: Source, base: Source) -> Entry:
-        """Judge a folder; return the verdict, with its reason or its numbers."""
+        """Judge a folder; return fields of its entry: the verdict, and its reason or numbers."""
         try:
             max_pairs = self.measure_base()["pairs"]
             self.check(source)
             return self.compare(source, base, max_pairs)
         except Refused as refusal:
-            verdict: Entry = {"verdict": "refused", "why": str(refusal)}
+            fields: Entry = {"verdict": "refused", "why": str(refusal)}
             if refusal.is_final:
-                verdict["final"] = True
-            return verdict
+                fields["final"] = True
+            return fields
         except OverCeiling as error:
             return {"verdict": "ceiling", "why": str(error)}
 
     def check(self, source: Source) -> None:
-        """Raise Refused for problems that the code shows, or two small steps on this machine do."""
+        """Raise Refused if the code of a folder, or two small steps here, show a problem."""
         logger.info("checking the folder: its code, and two small steps")
         check_code(source, self.first_folder, self.judge.content)
         limit = 10 * self.budget.max_run_seconds
@@ -297,7 +297,10 @@ class Search:
             self.judge.score(model, source, leak_check_bound=math.inf)
 
     def compare(self, source: Source, base: Source, max_pairs: int) -> Entry:
-        """Judge by pairs of runs: with seeds that all tries share, and then with fresh seeds."""
+        """Judge by pairs of runs: with seeds that all tries share, and then with fresh seeds.
+
+        max_pairs: pairs of either kind. Returns the fields of the entry of the verdict.
+        """
         shared = Comparison(self, source, base)
         fresh = Comparison(self, source, base, purpose=f"{source.sha256} against {base.sha256}")
         looks = [n for n in rule.LOOKS if n <= max_pairs]
@@ -307,23 +310,21 @@ class Search:
             logger.info(shared.describe_course(looks))
         smallest_gain = self.start["smallest_gain"]
         decision = rule.decide(shared.differences, fresh.differences, looks, smallest_gain)
-        verdict = {
+        fields = {
             **fresh.numbers(decision.differences),
             "fresh": decision.are_fresh,
             "verdict": decision.verdict,
         }
         gain = -fmean(decision.differences)
         if decision.verdict == "kept" and fresh.may_be_luck(gain):
-            verdict["verdict"] = "no better"
-            verdict["why"] = LUCKY_ORDER
-        return verdict
+            fields |= {"verdict": "no better", "why": LUCKY_ORDER}
+        return fields
 
     def gain(self, n_pairs: int) -> Entry:
         """Measure what all kept folders gain together, and add that to the ledger.
 
-        n_pairs: pairs of runs with fresh seeds.
-
-        Raises InputError if nothing was kept yet.
+        n_pairs: pairs of runs with fresh seeds, one of rule.LOOKS. Raises InputError if nothing was
+        kept yet.
         """
         with self.locked(shared=self.makes_jobs):
             return self.measure_gain(n_pairs)
@@ -349,4 +350,4 @@ def directory_of(name: str, settings: Settings) -> Path:
 def no_search_error(name: str, settings: Settings) -> InputError:
     names = sorted(path.parent.name for path in settings.home.glob("tries/*/ledger.jsonl"))
     others = f"there are {', '.join(names)}" if names else "there are none yet"
-    return InputError(f"no search is named {name!r}; {others}", "no-search")
+    return InputError(f"no search is named {name!r}; {others}", code="no-search")

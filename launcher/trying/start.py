@@ -37,7 +37,8 @@ MAX_TOKENS = 1 << 28  # tokens of the text that runs read
 MAX_JUDGE_TOKENS = 1 << 16  # tokens of the validation text that are kept for the judge
 MIN_JUDGE_TOKENS = 1000
 GUIDE_FILE = Path(__file__).parent / "AGENTS.md"
-# What people call the facts of a start. The name of the text is none: a text may have several.
+# What people call the facts of a start entry in which two searches may differ. The name of the
+# text is not one of them, as a text may have several names.
 FACT_NAMES = {
     "judge": "text",
     "runs_read": "text",
@@ -57,12 +58,12 @@ def begin_search(
     smallest_gain: float,
     ceiling: float | None,
 ) -> Search:
-    """Begin a search: write the texts of the judge and of the runs, and the first entry. A search
-    that was begun alike, and has not measured its base, goes on.
+    """Begin a search: write the texts of the judge and of the runs, and the first entry.
 
-    request has the text, the training folder, the preset or size, and the instance. smallest_gain
-    is the gain that the search looks for, in nats. ceiling is in USD, or None on this machine.
-    Raises InputError if the search cannot begin.
+    If a search was begun alike, and has not measured its base, that one is returned. request has
+    the text, the training folder, the preset or size, and the instance. smallest_gain is the gain
+    that the search looks for, in nats. ceiling is in USD, or None on this machine. Raises
+    InputError if the search cannot begin.
     """
     check_smallest_gain(smallest_gain)
     target = directory_of(name, settings)
@@ -117,9 +118,10 @@ def begin_search(
 
 
 def with_one_generation(request: Request) -> Request:
-    """The request with generations=1, if a launch would choose the number together with the size.
+    """The request with generations=1, unless it sets the size or the number of generations.
 
-    With two generations, each run would take more than twice as long.
+    A launch chooses both together. With two generations, each run would take more than twice as
+    long.
     """
     if not request.has_open_size:
         return request
@@ -194,7 +196,7 @@ def unfinished_search(name: str, settings: Settings) -> Search | None:
 
 
 def remove_different(name: str, start: Entry, settings: Settings) -> None:
-    """Remove a search without a base that was not begun with these facts, and say what goes.
+    """Remove a search without a base that was begun with other facts than `start`, and log that.
 
     Raises InputError if it is in use.
     """
@@ -209,7 +211,7 @@ def remove_different(name: str, start: Entry, settings: Settings) -> None:
             return
     if not remove_unfinished(directory):
         problem = f"search {name}, which began otherwise, is in use or has a job"
-        raise InputError(f"{problem}; take another name", "go-on-with-search", search=name)
+        raise InputError(f"{problem}; take another name", code="go-on-with-search", search=name)
     if differences:
         runs = counted(len(ledger.runs), "run")
         others = " and ".join(sorted(differences))
@@ -219,7 +221,7 @@ def remove_different(name: str, start: Entry, settings: Settings) -> None:
 def remove_unfinished(directory: Path) -> bool:
     """Remove a search that a command began and did not finish, so that its name is free.
 
-    If the search is in use, this removes nothing and returns False: if a command holds it, its base
+    Removes nothing, and returns False, if the search is in use: a command has locked it, its base
     was measured, a job was sent, or money is reserved for one.
     """
     with storage.errors_about(str(directory)), (directory / LOCK_FILE).open("w") as file:
