@@ -21,4 +21,4 @@ def described(job_id: str, status: str = "Completed", **values: Any) -> JobDescr
 
 def record(sweep: Sweep, settings: Settings) -> None:
     """Write that a sweep was launched from this machine."""
-    SweepLedger(GROUP, settings).ask(sweep)
+    SweepLedger(GROUP, settings).record(sweep)

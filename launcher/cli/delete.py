@@ -139,11 +139,11 @@ def delete_sweep(group: str, settings: Settings, keep_model: bool, yes: bool) ->
     from sm_nanogpt.launcher.backends import backend_for
     from sm_nanogpt.launcher.files.storage import remove
     from sm_nanogpt.launcher.groups.find import find_group
-    from sm_nanogpt.launcher.groups.stop import lock_group, mark_of
+    from sm_nanogpt.launcher.groups.stop import lock_sweep, mark_of
     from sm_nanogpt.launcher.launching.names import ledger_path
 
     mark = ""
-    with lock_group(group, settings):
+    with lock_sweep(group, settings):
         sweep = find_group(group, settings)  # a command may have just started another job
         if sweep.tries:
             backend = backend_for(sweep.newest[0].instance, settings)

@@ -373,7 +373,7 @@ def note_sweep_of(job_id: str) -> None:
 
     member = member_of(job_id)
     if member is not None:
-        again = command("launch", "--resume", member.group)
+        again = command("launch", "--resume", member.sweep_id)
         note(f"{job_id} continues alone; its sweep continues with `{again}`")
 
 

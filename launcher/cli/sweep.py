@@ -119,10 +119,10 @@ def print_ranking(group: JobGroup, sweep: Sweep | None, err: bool = False) -> No
 def result_of(rank: Rank) -> list[str]:
     """The mean loss of a configuration, its spread, and how many of its jobs completed."""
     losses = rank.losses
-    loss = f"{rank.loss:.4f}" if losses else "-"
+    loss = f"{rank.mean_loss:.4f}" if losses else "-"
     spread = f"{min(losses):.4f}-{max(losses):.4f}" if len(losses) > 1 else "-"
     n_completed = sum(job.status == "Completed" for job in rank.jobs)
-    return [loss, spread, f"{n_completed}/{rank.n}"]
+    return [loss, spread, f"{n_completed}/{rank.n_jobs}"]
 
 
 def best_job(rank: Rank) -> str:

@@ -18,7 +18,7 @@ from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-Members = dict[Member, JobDescription]  # the jobs of sweeps, by group, number, and try
+Members = dict[Member, JobDescription]  # the jobs of sweeps, by sweep, number, and try
 Tries = dict[int, list[JobDescription]]  # the jobs of each member, by number; the newest last
 
 
@@ -55,54 +55,54 @@ def find_group(reference: str, settings: Settings, everyone: bool = False) -> Jo
     listing = Listing(settings, everyone or FULL_ID.fullmatch(reference) is not None)
     jobs = list(listing)
     members = members_among(jobs)
-    groups_of_jobs = {member.group for member in members}
-    groups = sorted(groups_of_jobs.union(recorded_groups(settings)), reverse=True)
-    part = part_of_id(reference, members)
-    if reference == "latest" and groups:
-        part = groups[0]
-    if listing.failure is not None and (reference == "latest" or part not in groups):
+    ids_of_jobs = {member.sweep_id for member in members}
+    sweep_ids = sorted(ids_of_jobs.union(recorded_groups(settings)), reverse=True)
+    part = resolve_name(reference, members)
+    if reference == "latest" and sweep_ids:
+        part = sweep_ids[0]
+    if listing.failure is not None and (reference == "latest" or part not in sweep_ids):
         raise listing.failure  # the sweep may be one that was not listed
-    matches = [group for group in groups if is_part(part, group)]
-    search = search_group(reference, jobs)
+    matches = [sweep_id for sweep_id in sweep_ids if is_part(part, sweep_id)]
+    search = group_of_search(reference, jobs)
     if search.tries and not matches:
         return search
     if len(matches) != 1:
-        raise no_such_sweep(reference, jobs, groups, matches, settings)
+        raise no_such_sweep_error(reference, jobs, sweep_ids, matches, settings)
 
-    [group] = matches
-    tries = tries_of(group, members)
-    instance = instance_of_group(group, tries, settings)
+    [sweep_id] = matches
+    tries = tries_of(sweep_id, members)
+    instance = instance_of_sweep(sweep_id, tries, settings)
     if instance is not None and backend_class(instance).is_remote:
         if listing.failure is not None:
             raise listing.failure
-        add_unlisted(group, tries, backend_for(instance, settings))
+        add_unlisted(sweep_id, tries, backend_for(instance, settings))
     for job in listing.unreadable:
-        if job.job_id.startswith(f"{group}-"):
+        if job.job_id.startswith(f"{sweep_id}-"):
             logger.info(f"job {job.job_id} is left out: {job.error}")
-    return JobGroup(group, tries)
+    return JobGroup(sweep_id, tries)
 
 
-def no_such_sweep(
+def no_such_sweep_error(
     reference: str,
     jobs: Iterable[JobDescription],
-    groups: Sequence[str],
+    sweep_ids: Sequence[str],
     matches: Sequence[str],
     settings: Settings,
 ) -> InputError:
-    """The error for a reference to none of the groups, or to several."""
-    if not groups:
+    """The error for a reference to none of the sweeps, or to several."""
+    if not sweep_ids:
         problem = f"there are no sweeps yet{not_asked(settings)}"
     elif matches:
         problem = f"{reference!r} matches {len(matches)} sweeps"
     else:
         problem = f"{reference!r} matches no sweeps"
-        suggestion = similar_to(reference, groups, group_names(jobs))
+        suggestion = similar_to(reference, sweep_ids, group_names(jobs))
         if suggestion:
             problem += f"; {suggestion}"
     return InputError(problem, "no-such-sweep")
 
 
-def search_group(name: str, jobs: Sequence[JobDescription]) -> JobGroup:
+def group_of_search(name: str, jobs: Sequence[JobDescription]) -> JobGroup:
     """The jobs, of these, that make the runs of the search with this name."""
     jobs_of_search = [job for job in reversed(jobs) if job.search == name]
     tries = {number: [job] for number, job in enumerate(jobs_of_search, 1)}
@@ -128,34 +128,34 @@ def group_names(jobs: Iterable[JobDescription]) -> set[str]:
     return names
 
 
-def part_of_id(reference: str, members: Members) -> str:
+def resolve_name(reference: str, members: Members) -> str:
     """The id of the sweep that a reference names, by its own name or that of a job. If it names
     none, the reference, which may be a part of an id."""
     for member, job in members.items():
         if job.name is not None and reference in (job.name, job.name.removesuffix(member.suffix)):
-            return member.group
+            return member.sweep_id
     member_named = member_of(reference)
-    return reference if member_named is None else member_named.group
+    return reference if member_named is None else member_named.sweep_id
 
 
-def instance_of_group(group: str, tries: Tries, settings: Settings) -> str | None:
+def instance_of_sweep(sweep_id: str, tries: Tries, settings: Settings) -> str | None:
     """The instance on which the jobs of a sweep run; None if it is not known."""
     for jobs in tries.values():
         return jobs[0].instance
-    sweep = SweepLedger(group, settings).sweep
+    sweep = SweepLedger(sweep_id, settings).sweep
     return None if sweep is None else sweep.job.instance
 
 
-def tries_of(group: str, members: Members) -> Tries:
+def tries_of(sweep_id: str, members: Members) -> Tries:
     """The tries of each number of a sweep."""
     tries: Tries = {}
     for member in sorted(members):
-        if member.group == group:
+        if member.sweep_id == sweep_id:
             tries.setdefault(member.number, []).append(members[member])
     return tries
 
 
-def add_unlisted(group: str, tries: Tries, backend: Backend) -> None:
+def add_unlisted(sweep_id: str, tries: Tries, backend: Backend) -> None:
     """Add the jobs that exist and are not listed yet: ask for the next try of each number.
 
     Numbers are started in their order. So this ends at the first number, after the last known one,
@@ -164,7 +164,7 @@ def add_unlisted(group: str, tries: Tries, backend: Backend) -> None:
     for number in itertools.count(1):
         jobs = tries.setdefault(number, [])
         while True:
-            member = next_try(group, number, [job.job_id for job in jobs])
+            member = next_try(sweep_id, number, [job.job_id for job in jobs])
             unlisted = backend.describe(member.job_id)
             if unlisted is None:
                 break

@@ -40,7 +40,7 @@ class GroupLedger(Ledger):
         with self.locked():
             if amount > self.free:
                 raise OverCeiling(f"this may cost {usd(amount)}, and {self.usage}")
-            return self.write("reserved", job=job_id, usd=finite(amount), **facts)
+            return self.write("reserved", job=job_id, usd=finite_or_none(amount), **facts)
 
     def note_sent(self, job_id: str) -> None:
         if not self.was_sent(job_id):
@@ -111,7 +111,7 @@ class GroupLedger(Ledger):
         return f"{free:,.2f} of {usd(self.ceiling)} are free ({used})"
 
 
-def finite(amount: float) -> float | None:
+def finite_or_none(amount: float) -> float | None:
     """An amount for JSON, which has no infinity: that is None."""
     if math.isinf(amount):
         return None

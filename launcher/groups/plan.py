@@ -11,9 +11,9 @@ from sm_nanogpt.launcher.backends import backend_for
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.groups.find import JobGroup, find_group
-from sm_nanogpt.launcher.groups.ledger import finite
+from sm_nanogpt.launcher.groups.ledger import finite_or_none
 from sm_nanogpt.launcher.groups.money import cost_with_earlier, own_worst_cost, settle
-from sm_nanogpt.launcher.groups.stop import lock_group
+from sm_nanogpt.launcher.groups.stop import lock_sweep
 from sm_nanogpt.launcher.groups.sweep import Sweep, SweepLedger, members_of
 from sm_nanogpt.launcher.job import Request
 from sm_nanogpt.launcher.launching.draft import check_name
@@ -45,7 +45,7 @@ class SweepPlan:
         self.unaffordable = dict[int, CeilingTooLow]()
 
     @property
-    def first(self) -> Plan | None:
+    def first_plan(self) -> Plan | None:
         """A plan whose texts and folder are those of all jobs; None before the first is made."""
         return next(iter(self.plans.values()), None)
 
@@ -56,7 +56,7 @@ class SweepPlan:
         return min(math.fsum(costs), self.ledger.unspent)
 
     @property
-    def missing(self) -> list[int]:
+    def missing_numbers(self) -> list[int]:
         """The numbers of the jobs to start, for the first time or again."""
         missing = []
         for number in self.sweep.numbers:
@@ -90,7 +90,7 @@ class SweepPlan:
 
     def adopt(self, number: int, job_id: str) -> None:
         """Add a job that the ledger lacks, as after a backup was restored."""
-        amount = finite(own_worst_cost(self.backend.job(job_id), self.settings))
+        amount = finite_or_none(own_worst_cost(self.backend.job(job_id), self.settings))
         self.ledger.add("reserved", job=job_id, number=number, usd=amount)
 
     # -- the jobs that are missing -----------------------------------------------------------------
@@ -101,18 +101,18 @@ class SweepPlan:
         Raises CeilingTooLow if the sweep has no job yet and its ceiling does not pay any.
         """
         self.choose_share()
-        for number in self.missing:
+        for number in self.missing_numbers:
             if number in self.plans:  # choose_share has planned it
                 continue
             try:
-                self.plan_member(number, self.amount)
+                self.plan_member(number, self.amount_per_job)
             except CeilingTooLow as limit:
                 if not self.ledger.of("reserved"):
                     raise
                 self.unaffordable[number] = limit
 
     @property
-    def amount(self) -> float:
+    def amount_per_job(self) -> float:
         """What a job may cost, in USD."""
         if self.sweep.share is None:
             return self.ledger.unspent
@@ -126,7 +126,7 @@ class SweepPlan:
         that can still be paid stays.
         """
         unspent = self.ledger.unspent
-        missing = self.missing
+        missing = self.missing_numbers
         if math.isinf(unspent) or self.sweep.job.max_run is not None or not missing:
             return
         if self.sweep.share is not None and self.sweep.share <= unspent:
@@ -153,11 +153,11 @@ class SweepPlan:
         member = self.next_member(number)
         request = Request(**self.fields_of(member, resumed, amount))
         texts = None
-        if self.first is not None:
-            channels = self.first.channels
+        if self.first_plan is not None:
+            channels = self.first_plan.channels
             texts = {name: channels[name] for name in ("data", "validation") if name in channels}
             if resumed is None:
-                request._source = self.first.job.source
+                request._source = self.first_plan.job.source
         plan = prepare(request, self.settings, member.job_id, texts)
         self.plans[number] = plan
         return plan
@@ -221,23 +221,23 @@ def plan_sweep(
 
 
 def continue_sweep(
-    group: str, settings: Settings, max_cost: float | None, parallel: int | None
+    sweep_id: str, settings: Settings, max_cost: float | None, parallel: int | None
 ) -> SweepPlan:
     """Check and price the jobs of a sweep of this machine that have not completed."""
     with ExitStack() as unless_planned:
-        lock = unless_planned.enter_context(lock_group(group, settings))
-        sweep = SweepLedger(group, settings).sweep
+        lock = unless_planned.enter_context(lock_sweep(sweep_id, settings))
+        sweep = SweepLedger(sweep_id, settings).sweep
         if sweep is None:
-            raise InputError(f"sweep {group} was not launched from this machine, or was deleted")
-        sweep = changed(sweep, max_cost, parallel)
-        plan = SweepPlan(find_group(group, settings), sweep, settings, lock)
+            raise InputError(f"sweep {sweep_id} was not launched from this machine, or was deleted")
+        sweep = with_changes(sweep, max_cost, parallel)
+        plan = SweepPlan(find_group(sweep_id, settings), sweep, settings, lock)
         plan.update_ledger()
         plan.plan_missing()
         unless_planned.pop_all()
     return plan
 
 
-def changed(sweep: Sweep, max_cost: float | None, parallel: int | None) -> Sweep:
+def with_changes(sweep: Sweep, max_cost: float | None, parallel: int | None) -> Sweep:
     """The sweep with another ceiling, divided again, and another number of parallel jobs."""
     update: dict[str, Any] = {}
     if parallel is not None:

@@ -17,7 +17,7 @@ class Rank:
 
     values: dict[str, Any]
     jobs: list[JobDescription] = field(default_factory=list)
-    n: int = 0  # with the jobs that were not started
+    n_jobs: int = 0  # with the jobs that were not started
 
     @property
     def losses(self) -> list[float]:
@@ -25,7 +25,7 @@ class Rank:
         return [job.best_loss for job in self.jobs if job.best_loss is not None]
 
     @property
-    def loss(self) -> float:
+    def mean_loss(self) -> float:
         return fmean(self.losses) if self.losses else math.inf
 
 
@@ -41,10 +41,10 @@ def ranking(
         without_seed = {name: value for name, value in values.items() if name != "seed"}
         key = repr(without_seed)  # in which 1, 1.0 and True differ
         rank = ranks.setdefault(key, Rank(without_seed))
-        rank.n += 1
+        rank.n_jobs += 1
         if job is not None:
             rank.jobs.append(job)
-    return sorted(ranks.values(), key=lambda rank: rank.loss)
+    return sorted(ranks.values(), key=lambda rank: rank.mean_loss)
 
 
 def best_first(jobs: Iterable[JobDescription]) -> list[JobDescription]:
@@ -58,14 +58,14 @@ def best_first(jobs: Iterable[JobDescription]) -> list[JobDescription]:
 
 def differing_values(jobs: Sequence[JobDescription]) -> list[dict[str, Any]]:
     """The hyperparameters of each job, without those that are the same in all jobs."""
-    names = differences([job.hyperparameters for job in jobs])
+    names = varied_names([job.hyperparameters for job in jobs])
     configurations = []
     for job in jobs:
         configurations.append({name: job.hyperparameters.get(name) for name in names})
     return configurations
 
 
-def differences(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
+def varied_names(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names whose values are not the same in all configurations."""
     names = dict.fromkeys(name for values in configurations for name in values)
 

@@ -18,7 +18,7 @@ from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.groups.ledger import GroupLedger
 from sm_nanogpt.launcher.groups.money import own_worst_cost, settle
 from sm_nanogpt.launcher.groups.plan import SweepPlan
-from sm_nanogpt.launcher.groups.stop import lock_group, may_run, stop_mark, write_mark
+from sm_nanogpt.launcher.groups.stop import lock_sweep, may_run, stop_mark, write_mark
 from sm_nanogpt.launcher.groups.sweep import Sweep
 from sm_nanogpt.launcher.launching.launch import Plan
 from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NEWEST = 100  # jobs, of which one may use a quota
+MAX_JOBS_READ = 100  # jobs, of which one may use a quota
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ def begin_sweep(plan: SweepPlan) -> Iterator[Event]:
     checkpoint. If a quota of the account keeps a job from starting, the job waits until another
     one ends. After an error, the running jobs keep running.
     """
-    if plan.first is not None:
-        plan.first.upload()
-        plan.sweep = with_inputs_of(plan.first, plan.sweep)
-    plan.ledger.ask(plan.sweep)
+    if plan.first_plan is not None:
+        plan.first_plan.upload()
+        plan.sweep = with_inputs_of(plan.first_plan, plan.sweep)
+    plan.ledger.record(plan.sweep)
     return SweepRun(plan).events()
 
 
@@ -107,8 +107,8 @@ class GroupRun:
         self.waiting = dict[int, Plan]()
         self.running = dict[int, str]()
         self.quota_wait = QuotaWait()
-        self.needs_money = False  # the next job waits for what a running one may give back
-        self.pending = set[str]()  # jobs that wait for capacity, which was logged
+        self.waits_for_money = False  # the next job waits for what a running one may give back
+        self.logged_pending = set[str]()  # jobs that wait for capacity, which was logged
 
     def events(self) -> Iterator[Event]:
         """Start the jobs, and yield each when it starts and when it ends."""
@@ -133,7 +133,7 @@ class GroupRun:
     def may_start(self) -> bool:
         """True if a job waits, and neither a quota nor the ceiling holds it back."""
         has_room = len(self.running) < self.parallel
-        is_held_back = self.needs_money or not self.quota_wait.may_send
+        is_held_back = self.waits_for_money or not self.quota_wait.may_send
         return bool(self.waiting) and has_room and not is_held_back
 
     def start_next(self) -> Iterator[Event]:
@@ -147,7 +147,7 @@ class GroupRun:
                 yield Event(number, plan.job_id, obstacle=quota)
         except CeilingTooLow as limit:
             if self.running:
-                self.needs_money = True
+                self.waits_for_money = True
             else:
                 del self.waiting[number]
                 yield Event(number, plan.job_id, obstacle=limit)
@@ -164,7 +164,7 @@ class GroupRun:
         """
         if self.running:
             return True
-        for job in islice(self.backend.list(), NEWEST):
+        for job in islice(self.backend.list(), MAX_JOBS_READ):
             if isinstance(job, UnreadableJob) or job.instance not in instances:
                 continue
             if job.is_running or time.time() < (job.ended or 0.0) + PATIENCE_SECONDS:
@@ -214,8 +214,8 @@ class GroupRun:
 
     def note_running(self, job: JobDescription) -> None:
         """Log once that a running job waits for capacity, if it does."""
-        if job.secondary_status == "Pending" and job.job_id not in self.pending:
-            self.pending.add(job.job_id)
+        if job.secondary_status == "Pending" and job.job_id not in self.logged_pending:
+            self.logged_pending.add(job.job_id)
             job.log_pending()
 
     def settle(self, job: JobDescription) -> None:
@@ -226,7 +226,7 @@ class GroupRun:
         """Make room for another job, after one has ended or was deleted."""
         del self.running[number]
         self.quota_wait.note_end()
-        self.needs_money = False
+        self.waits_for_money = False
 
 
 class SweepRun(GroupRun):
@@ -247,7 +247,7 @@ class SweepRun(GroupRun):
                 del self.tries[number]
 
     def events(self) -> Iterator[Event]:
-        with self.plan.lock or lock_group(self.name, self.settings):
+        with self.plan.lock or lock_sweep(self.name, self.settings):
             for number, limit in self.plan.unaffordable.items():
                 job_id = self.plan.next_member(number).job_id
                 yield Event(number, job_id, obstacle=limit)
@@ -267,11 +267,11 @@ class SweepRun(GroupRun):
 
     def job_directory(self) -> str:
         """The directory or prefix of a job of the sweep."""
-        if self.plan.first is None:
+        if self.plan.first_plan is None:
             job_id = next(iter(self.running.values()))
             return self.backend.directories(job_id)[0]
-        data_store = self.plan.first.backend.settings.data_store
-        return storage.join(data_store, "jobs", self.plan.first.job_id)
+        data_store = self.plan.first_plan.backend.settings.data_store
+        return storage.join(data_store, "jobs", self.plan.first_plan.job_id)
 
     def obey_stop(self) -> None:
         self.was_stopped = not self.patiently(partial(may_run, self.mark, self.settings))

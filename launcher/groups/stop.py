@@ -14,20 +14,20 @@ from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.tracking import check_yours
 
 
-def lock_group(group: str, settings: Settings) -> IO[str]:
+def lock_sweep(sweep_id: str, settings: Settings) -> IO[str]:
     """Open a file that keeps other commands of this machine from running a sweep, until it is
     closed: two commands would start each job twice. Raises ServiceError if another command runs it.
     """
-    path = ledger_path(group, settings).with_suffix(".running")
+    path = ledger_path(sweep_id, settings).with_suffix(".running")
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("w")
     if not locks.lock(file, wait=False):
-        problem = f"another command runs sweep {group}"
-        raise ServiceError(problem, "sweep-is-running", group=group)
+        problem = f"another command runs sweep {sweep_id}"
+        raise ServiceError(problem, "sweep-is-running", group=sweep_id)
     return file
 
 
-def stop_mark(group: str, job_directory: str, settings: Settings) -> str:
+def stop_mark(sweep_id: str, job_directory: str, settings: Settings) -> str:
     """The path or URI of the file that says whether a sweep may start jobs.
 
     It may start jobs while the file holds `run`. Whoever deletes the sweep deletes the file. Any
@@ -35,9 +35,9 @@ def stop_mark(group: str, job_directory: str, settings: Settings) -> str:
     `job_directory`, the directory of one of its jobs.
     """
     if not job_directory.startswith("s3://"):
-        return str(ledger_path(group, settings).with_suffix(".stop"))
+        return str(ledger_path(sweep_id, settings).with_suffix(".stop"))
     parent = job_directory.rstrip("/").rpartition("/")[0]
-    return storage.join(parent, group, "stop")
+    return storage.join(parent, sweep_id, "stop")
 
 
 def write_mark(mark: str, settings: Settings, *, may_run: bool) -> None:

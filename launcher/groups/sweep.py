@@ -20,7 +20,7 @@ from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.values import plain
 
 Values = Mapping[str, Sequence[Scalar]]  # what a sweep varies, by name
-DEFAULT_SEED = 1337  # the first of a sweep's seeds
+DEFAULT_FIRST_SEED = 1337  # the first of a sweep's seeds
 MODEL_CHOICES = ("size", "preset")  # fields of a request that a sweep varies as hyperparameters
 
 
@@ -69,7 +69,7 @@ def members_of(request: Request, values: Mapping[str, Any], seeds: int) -> list[
     for name, name_values in values.items():
         varied[name.replace("-", "_")] = list_values(name, name_values)
     check_varied(varied, request, seeds)
-    first_seed = int(request.hyperparameters.get("seed", DEFAULT_SEED))
+    first_seed = int(request.hyperparameters.get("seed", DEFAULT_FIRST_SEED))
     return grid(varied, seeds, first_seed)
 
 
@@ -130,11 +130,11 @@ def grid(varied: Values, seeds: int, first_seed: int) -> list[dict[str, Scalar]]
 class SweepLedger(GroupLedger):
     """The ledger of a sweep, by its id."""
 
-    def __init__(self, group: str, settings: Settings) -> None:
-        super().__init__(ledger_path(group, settings))
+    def __init__(self, sweep_id: str, settings: Settings) -> None:
+        super().__init__(ledger_path(sweep_id, settings))
         self.settings = settings
 
-    def ask(self, sweep: Sweep) -> None:
+    def record(self, sweep: Sweep) -> None:
         """Record a sweep that was requested, or changed."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.add("asked", **sweep.model_dump(mode="json", exclude_unset=True))

@@ -24,7 +24,7 @@ MEMBER_ID = re.compile(r"(sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6})-(\d+)(?:-try(\d+))
 class Member:
     """A job of a sweep, by its id: a try of one of the numbers. Both count from 1."""
 
-    group: str  # the id of the sweep
+    sweep_id: str
     number: int
     attempt: int = 1
 
@@ -37,7 +37,7 @@ class Member:
 
     @property
     def job_id(self) -> str:
-        return f"{self.group}{self.suffix}"
+        return f"{self.sweep_id}{self.suffix}"
 
 
 def member_of(job_id: str) -> Member | None:
@@ -48,13 +48,13 @@ def member_of(job_id: str) -> Member | None:
     return Member(match[1], int(match[2]), int(match[3] or 1))
 
 
-def next_try(group: str, number: int, job_ids: Iterable[str]) -> Member:
+def next_try(sweep_id: str, number: int, job_ids: Iterable[str]) -> Member:
     """The next try of a number, after the tries among these jobs."""
     last_attempt = 0
     for member in map(member_of, job_ids):
         if member is not None and member.number == number:
             last_attempt = max(last_attempt, member.attempt)
-    return Member(group, number, last_attempt + 1)
+    return Member(sweep_id, number, last_attempt + 1)
 
 
 def ledger_path(group: str, settings: Settings) -> Path:

@@ -15,7 +15,7 @@ from sm_nanogpt.launcher.curve import Curve, Row, samples_of_log, total_steps
 from sm_nanogpt.launcher.description import JobDescription, end_of
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.finding import find
-from sm_nanogpt.launcher.groups.ranking import Rank, differences, ranking
+from sm_nanogpt.launcher.groups.ranking import Rank, ranking, varied_names
 from sm_nanogpt.launcher.groups.sweep import MODEL_CHOICES
 from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.judge.evaluation import Evaluation, saved_evaluations
@@ -191,7 +191,7 @@ class Report:
     def shared(self) -> dict[str, Any]:
         """The hyperparameters whose values all runs share."""
         values = [run.description.hyperparameters for run in self.runs]
-        different = differences(values)
+        different = varied_names(values)
         return {name: value for name, value in values[0].items() if name not in different}
 
     @property
@@ -268,7 +268,7 @@ def compare(runs: Sequence[ReportedRun]) -> Report:
     values that differ.
     """
     set_by_model = hyperparameters_of_models(runs)
-    differing = differences([run.configuration for run in runs])
+    differing = varied_names([run.configuration for run in runs])
     differing = [name for name in differing if name not in set_by_model]
     tokenizers = {run.tokenizer for run in runs}
     report = Report(runs, differing, per_byte=len(tokenizers) > 1)

@@ -43,7 +43,7 @@ def test_delete_of_a_sweep_takes_all_tries_and_its_record(job, home, cli):
         shutil.copytree(job.directory, home / "jobs" / f"{group}-{name}")
     settings = Settings(home=home)
     sweep = Sweep(job=Request(instance="local"), members=[{}, {}], parallel=1)
-    SweepLedger(group, settings).ask(sweep)
+    SweepLedger(group, settings).record(sweep)
     assert cli("delete", "--group", "abcdef", "--yes").code == 0
     assert [path.name for path in (home / "jobs").iterdir()] == [job.job_id]
     assert not ledger_path(group, settings).exists()

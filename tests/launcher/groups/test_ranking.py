@@ -31,7 +31,7 @@ from sm_nanogpt.launcher.groups.ranking import differing_values, ranking
 )
 def test_the_ranking_is_by_the_mean_over_seeds(losses, planned, ranked):
     ranks = ranking(losses, planned or differing_values(losses))
-    assert [(rank.values, rank.loss, rank.n) for rank in ranks] == ranked
+    assert [(rank.values, rank.mean_loss, rank.n_jobs) for rank in ranks] == ranked
 
 
 def test_equal_numbers_of_two_types_are_two_configurations():

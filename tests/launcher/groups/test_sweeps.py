@@ -28,7 +28,7 @@ from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.groups import plan, run
 from sm_nanogpt.launcher.groups.find import JobGroup, find_group
 from sm_nanogpt.launcher.groups.plan import SweepPlan
-from sm_nanogpt.launcher.groups.stop import lock_group, stop_group
+from sm_nanogpt.launcher.groups.stop import lock_sweep, stop_group
 from sm_nanogpt.launcher.groups.sweep import (
     Sweep,
     SweepLedger,
@@ -84,7 +84,7 @@ def test_a_sweep_varies_nothing_that_is_set(varied, fields, seeds):
 
 @pytest.mark.usefixtures("swept")
 def test_a_sweep_that_a_command_runs_is_not_deleted(home, cli):
-    with lock_group(GROUP, Settings(home=home)):
+    with lock_sweep(GROUP, Settings(home=home)):
         assert cli("delete", "--group", GROUP, "--yes").failed(1, "another command runs sweep")
     assert (home / "jobs" / f"{GROUP}-1").exists()
     assert cli("delete", "--group", GROUP, "--yes").code == 0
@@ -96,7 +96,7 @@ def test_a_job_started_just_before_a_sweep_is_deleted_goes_too(swept, home, cli,
         shutil.copytree(home / "jobs" / f"{swept}-1", home / "jobs" / f"{swept}-3")
         yield
 
-    monkeypatch.setattr("sm_nanogpt.launcher.groups.stop.lock_group", late)
+    monkeypatch.setattr("sm_nanogpt.launcher.groups.stop.lock_sweep", late)
     assert cli("delete", "--group", swept, "--yes").good
     assert not [*(home / "jobs").glob(f"{swept}-*")]
 
@@ -189,7 +189,7 @@ def test_a_command_locks_the_sweep_that_it_begins(cloud, launch, monkeypatch):
 
     def poll_locked(sweep: run.GroupRun) -> Any:
         with pytest.raises(ServiceError, match="another command runs"):
-            lock_group(sweep.name, sweep.settings)
+            lock_sweep(sweep.name, sweep.settings)
         return poll(sweep)
 
     monkeypatch.setattr(run.GroupRun, "poll", poll_locked)
@@ -258,7 +258,7 @@ def test_a_sweep_shows_its_cost_and_ranks(cloud, launch, cli, home, monkeypatch)
     sweep = SweepLedger(group, settings).sweep
     assert sweep is not None
     longer = sweep.model_copy(update={"members": [*sweep.members, {"n_layer": 6}]})
-    SweepLedger(group, settings).ask(longer)
+    SweepLedger(group, settings).record(longer)
     ran = cli("launch", "--resume", group).good
     # What the first two left, for the last.
     assert re.search(r"\ncost: at most (1\.\d\d|2\.00) USD together\n", ran.err)
