@@ -185,7 +185,7 @@ def aws(monkeypatch, tmp_path):
     monkeypatch.setattr(jobs_of.storage, "fetch", lambda *_, **__: [Path("tar")])
     monkeypatch.setattr(jobs_of.fetch, "extract", lambda *_: None)
     monkeypatch.setattr(jobs_of.storage, "read_document", read_document)
-    monkeypatch.setattr(SageMakerRuns, "text", lambda self, near: SimpleNamespace(uri="s3://text"))
+    monkeypatch.setattr(SageMakerRuns, "text_channel", lambda self, near: SimpleNamespace(uri="s3://text"))
     monkeypatch.setattr(SageMakerRuns, "folder", lambda self, runs, seconds: None)
     return aws
 
@@ -660,7 +660,7 @@ def test_a_run_of_a_job_starts_with_the_filter_alone(tmp_path):
 def test_a_run_of_a_job_has_its_share_of_threads_and_no_secret(tmp_path, monkeypatch):
     plan = {"runs": [["a", 1], ["a", 2], ["b", 1]], "variables": ["PATH"]}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    monkeypatch.setattr(driver, "FOLDER", tmp_path)
+    monkeypatch.setattr(driver, "JOB_FOLDER", tmp_path)
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
     second = driver.Driver(tmp_path, rank=1, world_size=2)
