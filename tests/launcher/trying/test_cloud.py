@@ -185,8 +185,10 @@ def aws(monkeypatch, tmp_path):
     monkeypatch.setattr(jobs_of.storage, "fetch", lambda *_, **__: [Path("tar")])
     monkeypatch.setattr(jobs_of.fetch, "extract", lambda *_: None)
     monkeypatch.setattr(jobs_of.storage, "read_document", read_document)
-    monkeypatch.setattr(SageMakerRuns, "text_channel", lambda self, near: SimpleNamespace(uri="s3://text"))
-    monkeypatch.setattr(SageMakerRuns, "folder", lambda self, runs, seconds: None)
+    monkeypatch.setattr(
+        SageMakerRuns, "text_channel", lambda self, settings: SimpleNamespace(uri="s3://text")
+    )
+    monkeypatch.setattr(SageMakerRuns, "job_folder", lambda self, runs, seconds: None)
     return aws
 
 
