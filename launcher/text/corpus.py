@@ -32,7 +32,7 @@ from sm_nanogpt.launcher.text.store import (
     upload_uri,
     with_store,
 )
-from sm_nanogpt.launcher.text.writing import write_files
+from sm_nanogpt.launcher.text.writing import FileWriter
 from sm_nanogpt.launcher.values import plain
 
 logger = logging.getLogger(__name__)
@@ -180,10 +180,11 @@ def send_tokens(
     """Encode files as tokens and upload these, unless the store has them."""
     from sm_nanogpt.launcher.text import tokens
     from sm_nanogpt.launcher.text.tokenizer import (
+        SAMPLE_BYTES,
         find_tokenizer,
         fingerprint,
         fitting_size,
-        learn_bpe,
+        learn_tokenizer,
     )
 
     survey = survey_documents(files)
@@ -205,7 +206,8 @@ def send_tokens(
     if earlier is not None:
         return replace(earlier, uploaded=False, documents=survey.documents)
     if tokenizer is None:
-        tokenizer = learn_bpe(files, vocab_size, survey.size, progress)
+        expect(progress, min(survey.size, SAMPLE_BYTES))
+        tokenizer = learn_tokenizer(files, vocab_size, progress)
     with temporary(settings) as directory:
         encoded = tokens.encode(files, survey, tokenizer, directory, progress)
         shards = [File(name, directory / name) for name in encoded["files"]]
@@ -238,7 +240,7 @@ def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Pr
         if has_new_store(settings):
             logger.info(f"new store: {settings.store}")
     expect(progress, upload.size)
-    write_files(files, upload.uri, settings, progress)
+    FileWriter(upload.uri, settings, progress).write_all(files)
     if digest_of(files) != upload.sha256:  # without a manifest, the upload is incomplete
         raise InputError("the text changed during the upload; upload it again")
     manifest = {key: value for key, value in asdict(upload).items() if key != "uploaded"}

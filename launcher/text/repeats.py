@@ -95,10 +95,7 @@ def share_within_text(
     return repeated_share(training_of(files, n_train), validation, size_of(files))
 
 
-@cache  # all jobs of a sweep ask for it
-def share_of_end(files: tuple[File, ...], n_characters: int, validation_fraction: float) -> float:
-    """As share_within_text."""
-    return share_within_text(files, n_characters, validation_fraction)
+share_of_end = cache(share_within_text)  # all jobs of a sweep ask for it
 
 
 @cache  # all jobs of a sweep ask for it

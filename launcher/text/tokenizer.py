@@ -19,7 +19,7 @@ from sm_nanogpt.entry_point.text import Tokenizer
 from sm_nanogpt.launcher.aws import Missing
 from sm_nanogpt.launcher.errors import InputError, did_you_mean
 from sm_nanogpt.launcher.files.models import is_path
-from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
+from sm_nanogpt.launcher.files.progress import Progress, no_progress
 from sm_nanogpt.launcher.files.storage import path_of
 from sm_nanogpt.launcher.models.encoder import QWEN35, published_tokenizer
 from sm_nanogpt.launcher.models.fetch import fetch_model
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 END_OF_TEXT = "<|endoftext|>"
 # Names of the end of a text in published tokenizers, for a tokenizer_config.json without one.
 USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-SAMPLE = 1 << 27  # bytes from which a vocabulary is learned
+SAMPLE_BYTES = 1 << 27  # of a text from which a vocabulary is learned
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
@@ -106,27 +106,15 @@ def fitting_size(characters: int) -> int:
     return 1 << min(max(exponent, 9), 14)
 
 
-def learn_bpe(
-    files: Sequence[File], vocab_size: int, n_bytes: int, progress: Progress
-) -> Tokenizer:
-    """Learn a tokenizer from files of n_bytes, as learn_tokenizer does, and log that."""
-    logger.info(f"tokenizer: learning {vocab_size:,} tokens")
-    expect(progress, min(n_bytes, SAMPLE))
-    tokenizer = learn_tokenizer(files, vocab_size, progress)
-    if len(tokenizer) < vocab_size:
-        count = f"{len(tokenizer):,} tokens, not {vocab_size:,}"
-        logger.info(f"tokenizer: {count}: the text has no more to learn")
-    return tokenizer
-
-
 def learn_tokenizer(
     files: Sequence[File], vocab_size: int, progress: Progress = no_progress
 ) -> Tokenizer:
     """Learn BPE over bytes (arXiv:1508.07909, and section 2.2 of GPT-2's paper) from documents.
 
-    At most SAMPLE bytes are read. The vocabulary is smaller than vocab_size if each word of the
+    At most SAMPLE_BYTES are read. The vocabulary is smaller than vocab_size if each word of the
     text is one token before.
     """
+    logger.info(f"tokenizer: learning {vocab_size:,} tokens")
     import tokenizers
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
@@ -149,7 +137,7 @@ def learn_tokenizer(
 
     def sample() -> Iterator[str]:
         for piece in read_documents(files, survey):
-            if survey.size > SAMPLE or is_stopped.is_set():
+            if survey.size > SAMPLE_BYTES or is_stopped.is_set():
                 return
             if piece:
                 yield piece
@@ -162,7 +150,11 @@ def learn_tokenizer(
         is_stopped.set()
     training.result()
     library.pre_tokenizer = pre_tokenizers.Sequence([by_words, of_bytes])
-    return Tokenizer(json.loads(library.to_str()), END_OF_TEXT)
+    tokenizer = Tokenizer(json.loads(library.to_str()), END_OF_TEXT)
+    if len(tokenizer) < vocab_size:
+        count = f"{len(tokenizer):,} tokens, not {vocab_size:,}"
+        logger.info(f"tokenizer: {count}: the text has no more to learn")
+    return tokenizer
 
 
 def wait_and_report(training: Future[Any], survey: Survey, progress: Progress) -> None:

@@ -15,18 +15,9 @@ from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.reading import File, file_to_upload, open_text
 from sm_nanogpt.launcher.text.threads import in_thread
 
-SMALL_FILE = 1 << 20  # bytes
-WRITERS = 16  # small files that are written at once
+SMALL_FILE_BYTES = 1 << 20  # the most of a small file
+MAX_WRITERS = 16  # small files that are written at once
 CLEANUP_SECONDS = 5.0  # in which writers may remove half-written files after an error
-
-
-def write_files(files: Sequence[File], uri: str, settings: Settings, progress: Progress) -> None:
-    """Write files below a URI: small files in parallel, since each waits for the disk or for S3.
-
-    Large files follow one by one; S3 gets each in parallel parts. After an error or Ctrl-C, no
-    other file is begun.
-    """
-    FileWriter(uri, settings, progress).write_all(files)
 
 
 class FileWriter:
@@ -41,13 +32,18 @@ class FileWriter:
         self.small_files = SimpleQueue[File]()
 
     def write_all(self, files: Sequence[File]) -> None:
+        """Write small files in parallel, since each waits for the disk or for S3.
+
+        Large files follow one by one; S3 gets each in parallel parts. After an error or Ctrl-C, no
+        other file is begun.
+        """
         large_files: list[File] = []
         for file in files:
-            if file.path.stat().st_size <= SMALL_FILE:
+            if file.path.stat().st_size <= SMALL_FILE_BYTES:
                 self.small_files.put(file)
             else:
                 large_files.append(file)
-        n_writers = min(WRITERS, self.small_files.qsize())
+        n_writers = min(MAX_WRITERS, self.small_files.qsize())
         writers = [in_thread(self.write_small_files) for _ in range(n_writers)]
         try:
             for writer in wait(writers, return_when=FIRST_EXCEPTION).done:

@@ -98,7 +98,7 @@ def test_only_a_changed_or_damaged_text_is_sent_again(home, source):
 
 
 def test_a_leftover_file_is_in_no_other_upload(home, tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "WRITERS", 1)
+    monkeypatch.setattr(writing, "MAX_WRITERS", 1)
     (tmp_path / "texts").mkdir()
     for name in ("a", "b"):
         (tmp_path / f"texts/{name}.txt").write_text(LONG + name)

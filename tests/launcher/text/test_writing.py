@@ -36,7 +36,7 @@ def test_large_files_are_written_in_turn(home, tmp_path, monkeypatch):
         writing.release()
 
     monkeypatch.setattr(storage, "write_file", write_alone)
-    monkeypatch.setattr("sm_nanogpt.launcher.text.writing.SMALL_FILE", 0)
+    monkeypatch.setattr("sm_nanogpt.launcher.text.writing.SMALL_FILE_BYTES", 0)
     upload = upload_data(write_notes(tmp_path / "notes", 40))
     assert len(launching.tree(stored(upload.uri))) == 40
 
@@ -51,5 +51,5 @@ def test_no_file_is_begun_after_one_that_fails(home, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "write_file", fail)
     with pytest.raises(ServiceError, match="cut"):
         upload_data(write_notes(tmp_path / "notes", 100))
-    assert len(started) <= 2 * writing.WRITERS
+    assert len(started) <= 2 * writing.MAX_WRITERS
     assert list((home / "store/data").glob("*.json")) == []
