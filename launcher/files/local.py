@@ -24,7 +24,7 @@ from sm_nanogpt.launcher.files.progress import Progress
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20  # of a file that are read at once
-TEMPORARY = ".tmp"  # suffix of files that are being written
+TEMPORARY_SUFFIX = ".tmp"  # suffix of files that are being written
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class LocalLocation:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a local file atomically. The lock of the new file shows that it is in use."""
     # The name is random: threads share a process id, and processes of containers may.
-    name = f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}"
+    name = f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
     with files.replacing(path, name) as file:
         with suppress(InputError):  # if there are no locks, nobody removes the file
             lock(file)

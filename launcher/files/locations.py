@@ -9,7 +9,8 @@ from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.settings import expand_user, location_problem
 
-MAX_NAME, MAX_PATH = 255, 4095  # characters, on every system
+MAX_NAME_CHARACTERS = 255  # on every system
+MAX_PATH_CHARACTERS = 4095
 
 
 def to_uri(location: str | Path) -> str:
@@ -29,7 +30,7 @@ def path_of(typed: str | Path) -> Path:
     if not text:
         raise InputError("the path is empty: give a path or s3://bucket/prefix")
     longest_name = max(map(len, text.split("/")))
-    if longest_name > MAX_NAME or len(text) > MAX_PATH:
+    if longest_name > MAX_NAME_CHARACTERS or len(text) > MAX_PATH_CHARACTERS:
         beginning = " ".join(text[:40].split())
         raise InputError(f"{beginning!r}... is a text, not a path: write it to a file")
     path = expand_user(typed)

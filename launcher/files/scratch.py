@@ -16,17 +16,18 @@ from tempfile import TemporaryDirectory
 
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files import storage
-from sm_nanogpt.launcher.files.local import TEMPORARY
+from sm_nanogpt.launcher.files.local import TEMPORARY_SUFFIX
 from sm_nanogpt.launcher.files.locks import is_locked, lock
 from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-LOCK = ".lock"  # the file in a temporary directory that is locked
-MINUTE, DAY = 60, 24 * 60 * 60  # seconds
-DIRECTORIES = ("cache/text-*", "models/.fetch-*", "tries/.new-*", "tries/*/.job-*")
+LOCK_NAME = ".lock"  # the file in a temporary directory that is locked
+MINUTE_SECONDS = 60
+DAY_SECONDS = 24 * 60 * 60
+DIRECTORY_PATTERNS = ("cache/text-*", "models/.fetch-*", "tries/.new-*", "tries/*/.job-*")
 STORE_DIRECTORIES = ("data", "jobs", "models")  # others in a store may be a user's
-TEMPORARY_FILES = f".*.{'[0-9a-f]' * 8}{TEMPORARY}"  # the names that files/local.py gives
+TEMPORARY_PATTERN = f".*.{'[0-9a-f]' * 8}{TEMPORARY_SUFFIX}"  # the names that files/local.py gives
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def scratch(parent: Path, prefix: str) -> Iterator[Path]:
         ignore_cleanup_errors=True,  # on NFS, a file that is still mapped keeps its directory
     ) as name:
         directory = Path(name)
-        with (directory / LOCK).open("w") as file:
+        with (directory / LOCK_NAME).open("w") as file:
             with suppress(InputError):  # if there are no locks, nobody removes it
                 lock(file)
             file.write("held by a command\n")  # only after the lock: see is_left_over
@@ -53,13 +54,13 @@ def scratch(parent: Path, prefix: str) -> Iterator[Path]:
 
 def remove_all_leftovers(settings: Settings) -> None:
     """Remove what killed commands have left in the home and in the stores of this machine."""
-    for pattern in (*DIRECTORIES, TEMPORARY_FILES, f"*/{TEMPORARY_FILES}"):
+    for pattern in (*DIRECTORY_PATTERNS, TEMPORARY_PATTERN, f"*/{TEMPORARY_PATTERN}"):
         remove_leftovers(settings.home.glob(pattern))
     for store in {settings.local_store, settings.data_store}:
         directory = storage.local_path(store)
         if directory is not None:
             for name in STORE_DIRECTORIES:
-                remove_leftovers((directory / name).rglob(TEMPORARY_FILES))
+                remove_leftovers((directory / name).rglob(TEMPORARY_PATTERN))
 
 
 def remove_leftovers(paths: Iterable[Path]) -> None:
@@ -80,11 +81,11 @@ def is_left_over(path: Path) -> bool:
 
     A command locks a file before it writes anything, so an empty file may be about to be locked.
     """
-    file = path / LOCK if path.is_dir() else path
+    file = path / LOCK_NAME if path.is_dir() else path
     try:
         if not file.exists():  # an older version made it, or NFS keeps it
-            return age_of(path) > DAY
-        if file.stat().st_size == 0 and age_of(file) <= MINUTE:
+            return age_of(path) > DAY_SECONDS
+        if file.stat().st_size == 0 and age_of(file) <= MINUTE_SECONDS:
             return False
         return not is_locked(file)
     except (OSError, InputError):  # it is gone by now, or cannot be locked

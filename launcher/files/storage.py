@@ -19,7 +19,7 @@ from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.launcher.aws import service_error
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.files.documents import MAX_BYTES, parse
-from sm_nanogpt.launcher.files.local import CHUNK_BYTES, TEMPORARY, LocalLocation, replacing
+from sm_nanogpt.launcher.files.local import CHUNK_BYTES, TEMPORARY_SUFFIX, LocalLocation, replacing
 from sm_nanogpt.launcher.files.locations import join, local_path, path_below, path_of, to_uri
 from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
 from sm_nanogpt.launcher.files.s3 import S3Location
@@ -29,9 +29,13 @@ __all__ = ["CHUNK_BYTES", "join", "path_of", "replacing", "to_uri"]  # from here
 
 T = TypeVar("T")
 
-# Names of files without content for us. In /opt/ml/checkpoints, files that are being written end in
-# .sagemaker-ignore, so that SageMaker does not upload them. It makes the last two while it uploads.
-NO_CONTENT = (TEMPORARY, ".sagemaker-ignore", ".sagemaker-uploading", ".sagemaker-uploaded")
+# The ends of the names of files that do not belong to the content of a store.
+UNFINISHED_SUFFIXES = (
+    TEMPORARY_SUFFIX,
+    ".sagemaker-ignore",  # in /opt/ml/checkpoints: written by a job now, and not to be uploaded
+    ".sagemaker-uploading",  # made by SageMaker while it uploads, and so is the next one
+    ".sagemaker-uploaded",
+)
 AWS_PACKAGES = ("botocore", "aiobotocore", "aiohttp")
 
 
@@ -178,7 +182,7 @@ def list_entries(uri: str, settings: Settings | None = None) -> dict[str, Entry]
     return {
         name.removeprefix(path).lstrip("/"): Entry.of(info)
         for name, info in sorted(infos.items())
-        if not name.endswith(("/", *NO_CONTENT))
+        if not name.endswith(("/", *UNFINISHED_SUFFIXES))
     }
 
 

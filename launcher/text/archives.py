@@ -18,15 +18,19 @@ from sm_nanogpt.launcher.text.encodings import read_text
 from sm_nanogpt.launcher.text.messengers import parse_slack_people, talks_in_json
 from sm_nanogpt.launcher.text.records import with_positions
 from sm_nanogpt.launcher.text.talks import Talk
-from sm_nanogpt.launcher.text.unpacking import Unpacking
-from sm_nanogpt.launcher.text.whatsapp import LOOK_BYTES, WHATSAPP_START, is_chat, parse_whatsapp
+from sm_nanogpt.launcher.text.unpacking import DETECT_BYTES, Unpacking
+from sm_nanogpt.launcher.text.whatsapp import (
+    DIARY_CHECK_BYTES,
+    WHATSAPP_START,
+    is_chat,
+    parse_whatsapp,
+)
 
 if TYPE_CHECKING:  # it imports this module
     from sm_nanogpt.launcher.text.reading import File
 
 logger = logging.getLogger(__name__)
 
-SNIFF_BYTES = 512
 JSON_START = rb"(\xef\xbb\xbf)?\s*[\[{]"
 EMPTY_LIST_BYTES = 2  # the length of [], which Slack exports for what a workspace lacks
 OTHER_FILE = "other file of the archive"
@@ -88,7 +92,7 @@ class Archive:
     def read_export(self, entry: zipfile.ZipInfo, me: str) -> list[tuple[str, Talk]] | None:
         """Read the talks of a file, each with its position; None for any other file."""
         file_label = f"{self.name}, {entry.filename}"
-        beginning = self.read(entry, SNIFF_BYTES)
+        beginning = self.read(entry, DETECT_BYTES)
         if re.match(WHATSAPP_START, beginning):
             return self.read_whatsapp(entry, file_label, me)
         if not re.match(JSON_START, beginning):
@@ -105,7 +109,7 @@ class Archive:
         self, entry: zipfile.ZipInfo, file_label: str, me: str
     ) -> list[tuple[str, Talk]] | None:
         """Read the talk of a file that begins as a chat of WhatsApp; None for a diary."""
-        beginning = self.read(entry, LOOK_BYTES).decode(errors="ignore")
+        beginning = self.read(entry, DIARY_CHECK_BYTES).decode(errors="ignore")
         if not is_chat(beginning, posixpath.basename(entry.filename), me):
             warning = f"{file_label}: has times as a chat of WhatsApp has, but is left out"
             logger.warning(warning, extra={"code": "read-as-chat"})

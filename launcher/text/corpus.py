@@ -15,7 +15,7 @@ from sm_nanogpt.launcher.aws import Offline
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
-from sm_nanogpt.launcher.files.scratch import TEMPORARY_FILES, remove_leftovers
+from sm_nanogpt.launcher.files.scratch import TEMPORARY_PATTERN, remove_leftovers
 from sm_nanogpt.launcher.sagemaker.caller import owner_of_upload
 from sm_nanogpt.launcher.settings import Settings, load_settings
 from sm_nanogpt.launcher.text.documents import digest_of, survey_documents, survey_text
@@ -236,7 +236,7 @@ def send(upload: Upload, files: Sequence[File], settings: Settings, progress: Pr
     if directory is None:
         upload = replace(upload, owner=owner_of_upload(settings))
     else:
-        remove_leftovers(directory.rglob(TEMPORARY_FILES))  # those of an upload that was killed
+        remove_leftovers(directory.rglob(TEMPORARY_PATTERN))  # those of an upload that was killed
         if has_new_store(settings):
             logger.info(f"new store: {settings.store}")
     expect(progress, upload.size)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sm_nanogpt.launcher.errors import InputError
-from sm_nanogpt.launcher.models.encoder import MAX_PIECE as PIECE
+from sm_nanogpt.launcher.models.encoder import MAX_PIECE
 from sm_nanogpt.launcher.text.encodings import read_text
 from sm_nanogpt.launcher.text.messengers import read_slack_people
 from sm_nanogpt.launcher.text.reading import File, open_text
@@ -241,7 +241,7 @@ def documents_in(file: File, skipped: Skipped) -> Iterator[TextDocument]:
 
 
 def read_pieces(file: File) -> Iterator[str]:
-    """Yield a plain text in pieces of at most PIECE characters.
+    """Yield a plain text in pieces of at most MAX_PIECE characters.
 
     A piece ends at a line break if its second half has one.
     """
@@ -249,8 +249,8 @@ def read_pieces(file: File) -> Iterator[str]:
     with open_text(file) as content:
         for chunk in read_text(content, file.shown):
             text += chunk
-            while len(text) > PIECE:
-                end = text.rfind("\n", PIECE // 2, PIECE) + 1 or PIECE
+            while len(text) > MAX_PIECE:
+                end = text.rfind("\n", MAX_PIECE // 2, MAX_PIECE) + 1 or MAX_PIECE
                 yield text[:end]
                 text = text[end:]
     if text:

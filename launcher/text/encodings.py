@@ -14,8 +14,8 @@ from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
 from sm_nanogpt.launcher.text.unpacking import buffered_file
 
-SAMPLE = 1 << 22  # bytes that are read behind a fault to judge it
-GUESS_BYTES = 1 << 16  # the bytes by which an encoding is guessed
+SAMPLE_BYTES = 1 << 22  # that are read behind a fault to judge it
+GUESS_BYTES = 1 << 16  # by which an encoding is guessed
 
 # The encodings that people use, by Python's names. If charset_normalizer may choose among all that
 # it knows, it often prefers a rare one.
@@ -78,7 +78,7 @@ class TextDecoder:
         try:
             text = self.decoder.decode(chunk, is_end)
         except UnicodeDecodeError as error:  # its object begins with the rest of a character
-            content = error.object + self.file.read(SAMPLE)
+            content = error.object + self.file.read(SAMPLE_BYTES)
             self.cursor.advance(content[: error.start].decode(self.codec, "ignore"))
             fault = EncodingFault(
                 content, error.start, self.codec, self.cursor, self.n_beyond_ascii
@@ -101,7 +101,7 @@ def read_text(file: IO[bytes], name: object) -> Iterator[str]:
         zero = chunk.find(0)
         if zero >= 0:
             decoder.cursor.advance(chunk[:zero].decode(errors="ignore"))
-            raise with_zero(name, chunk + file.read(SAMPLE), zero, decoder.cursor, position)
+            raise with_zero(name, chunk + file.read(SAMPLE_BYTES), zero, decoder.cursor, position)
         yield decoder.decode(chunk)
         position += len(chunk)
         last_chunk = chunk

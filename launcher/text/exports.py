@@ -16,7 +16,7 @@ WHOLE_FILE = ", one JSON object"  # the end of the position of a record that is 
 NOTEBOOK_FIELDS = {"cells", "nbformat"}
 REDIRECT = "FILE > NEW-FILE.jsonl"
 # A filter of jq: it joins a text that is a list of strings and of parts with a field `text`.
-JOIN = 'if type == "array" then map(.text? // .) | join("") else . end'
+JOIN_FILTER = 'if type == "array" then map(.text? // .) | join("") else . end'
 
 
 def is_no_chat(record: Any, column: str) -> bool:
@@ -60,7 +60,7 @@ def why_no_document(record: Any, position: str, column: str) -> str:
             command = "jupyter nbconvert --to script --stdout FILE > NEW-FILE.py"
             return f"a notebook; `{command}` makes code of it"
         if is_in_parts(record.get(column)) and not position.endswith(WHOLE_FILE):
-            command = jq(f"{root.removesuffix('.')}{path_to(column)} |= ({JOIN})")
+            command = jq(f"{root.removesuffix('.')}{path_to(column)} |= ({JOIN_FILTER})")
             problem = f"`{column}` is a list of strings and parts, as Telegram writes it"
             return f"{problem}; {command} joins them"
     records = find_records(record, column)

@@ -23,7 +23,7 @@ from sm_nanogpt.launcher.text.reading import File, detect_file
 from sm_nanogpt.launcher.text.skipped import Skipped
 from sm_nanogpt.launcher.text.sources import TextSource
 from sm_nanogpt.launcher.text.talks import list_counts
-from sm_nanogpt.launcher.text.unpacking import without_compression
+from sm_nanogpt.launcher.text.unpacking import DETECT_BYTES, without_compression
 from sm_nanogpt.launcher.values import is_utf8
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ HELD_OUT_WORDS = "(test|val|valid|validation|dev|eval)"
 HELD_OUT = re.compile(rf"{HELD_OUT_WORDS}(?![a-z])", re.IGNORECASE)
 HELD_OUT_LAST = re.compile(rf".*[^a-z]{HELD_OUT_WORDS}", re.IGNORECASE)  # wiki.test, data-test
 TRAINED_ON = re.compile(r"(.*[^a-z])?train(ing)?([^a-z].*)?", re.IGNORECASE)
-MAX_GLOBS, MAX_NAMES = 8, 3  # that a warning shows
+MAX_GLOBS_SHOWN = 8
+MAX_NAMES_SHOWN = 3
 DATASETS_FILES = {"dataset_info.json", "state.json"}  # written by `save_to_disk` of datasets
-SNIFF_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -356,7 +356,7 @@ def left_out(kind: str, example: Path, source: TextSource) -> LeftOut:
 def is_plain_text(path: Path) -> bool:
     """True if a file begins as text; False if it is empty, as an unfetched copy is."""
     with path.open("rb") as file:
-        beginning = file.read(SNIFF_BYTES)
+        beginning = file.read(DETECT_BYTES)
     return bool(beginning) and b"\0" not in beginning and not is_packed(beginning)
 
 
@@ -371,11 +371,11 @@ def warn_of_held_out(files: Sequence[File]) -> None:
     if not held_out or len(held_out) == len(files):
         return
     names = [str(Path(file.name).with_name(file.path.name)) for file in held_out]
-    shown = ", ".join(names[:MAX_NAMES])
-    if len(names) > MAX_NAMES:
+    shown = ", ".join(names[:MAX_NAMES_SHOWN])
+    if len(names) > MAX_NAMES_SHOWN:
         shown = f"{len(names):,} files, such as {shown}"
     quoted = [shlex.quote(glob) for glob in dict.fromkeys(globs.values()) if glob]
-    extra = {"code": "hold-out", "globs": quoted[:MAX_GLOBS]}
+    extra = {"code": "hold-out", "globs": quoted[:MAX_GLOBS_SHOWN]}
     logger.warning(f"files that are named as tests are trained on too: {shown}", extra=extra)
 
 

@@ -18,7 +18,7 @@ from sm_nanogpt.launcher.text.talks import list_counts
 
 logger = logging.getLogger(__name__)
 
-BLOCKS = set(  # elements of HTML that begin a line and end it
+BLOCK_ELEMENTS = set(  # elements of HTML that begin a line and end it
     re.findall(
         r"\w+",
         """
@@ -28,9 +28,9 @@ BLOCKS = set(  # elements of HTML that begin a line and end it
         """,
     )
 )
-UNSEEN = {"script", "style", "template", "noscript", "head", "svg", "iframe", "object"}
+UNSEEN_ELEMENTS = {"script", "style", "template", "noscript", "head", "svg", "iframe", "object"}
 LINE_OF_TIMES = re.compile(r"^(\d+:)?\d\d:\d\d[.,]\d{3} +--> ")
-NO_CUE = re.compile(r"^(WEBVTT|NOTE|STYLE|REGION)\b")  # the beginning of a block without speech
+NO_CUE_START = re.compile(r"^(WEBVTT|NOTE|STYLE|REGION)\b")  # of a block without speech
 MARKUP = re.compile(r"</?[a-zA-Z][^<>]*>|<\d[\d:.]*>|\{\\[^{}]*\}")  # in subtitles
 FIRST_LINE_OF_MAIL = re.compile(rb"From \S+.* \d{4}\r?\n")
 QUOTED = re.compile(r"^\s*>")
@@ -66,9 +66,9 @@ class Page(HTMLParser):
         self.is_line_empty = True
 
     def handle_starttag(self, tag: str, attributes: object) -> None:
-        if tag in UNSEEN:
+        if tag in UNSEEN_ELEMENTS:
             self.unseen.append(tag)
-        elif tag in BLOCKS:
+        elif tag in BLOCK_ELEMENTS:
             self.end_line()
         if tag == "pre":
             self.n_preformatted += 1
@@ -76,7 +76,7 @@ class Page(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if tag in self.unseen:
             del self.unseen[self.unseen.index(tag) :]
-        elif tag in BLOCKS:
+        elif tag in BLOCK_ELEMENTS:
             self.end_line()
         if tag == "pre" and self.n_preformatted:
             self.n_preformatted -= 1
@@ -150,7 +150,7 @@ def said_in(block: list[str]) -> list[str]:
         if LINE_OF_TIMES.match(line):
             texts = [MARKUP.sub("", text).strip() for text in block[number + 1 :]]
             return [text for text in texts if text]
-        if NO_CUE.match(line):
+        if NO_CUE_START.match(line):
             return []
     return []
 

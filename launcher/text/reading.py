@@ -37,13 +37,14 @@ from sm_nanogpt.launcher.text.formats import (
 )
 from sm_nanogpt.launcher.text.tables import columns_in
 from sm_nanogpt.launcher.text.unpacking import (
+    DETECT_BYTES,
     Compression,
     bounded,
     buffered_file,
     compression_of,
     zstd,
 )
-from sm_nanogpt.launcher.text.whatsapp import LOOK_BYTES, is_chat
+from sm_nanogpt.launcher.text.whatsapp import DIARY_CHECK_BYTES, is_chat
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,6 @@ BYTE_ORDER_MARKS = {  # the codec of a file, by its mark
 }
 # The codes of remedies that are for a file without compression.
 PLAIN_FILE_CODES = ("mend-utf8", "mend-surrogates", "leave-out-zeros")
-DETECT_BYTES = 1 << 12  # the first bytes, by which a format is recognized
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def read_beginning(file: File, n_bytes: int = DETECT_BYTES) -> bytes:
 
 def holds_chat(file: File, codec: str) -> bool:
     """True if a file that begins as a chat of WhatsApp is one. codec: its encoding; "": UTF-8."""
-    beginning = read_beginning(file, LOOK_BYTES)
+    beginning = read_beginning(file, DIARY_CHECK_BYTES)
     return is_chat(beginning.decode(codec or "utf-8", "ignore"), file.path.name, file.me)
 
 

@@ -17,25 +17,24 @@ from typing import IO, TYPE_CHECKING, Any
 
 from sm_nanogpt.launcher.errors import InputError, did_you_mean, not_installed
 from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
-from sm_nanogpt.launcher.models.encoder import MAX_PIECE as PIECE
+from sm_nanogpt.launcher.models.encoder import MAX_PIECE
 from sm_nanogpt.launcher.text.chats import FIELDS, may_be_chat, turns_of
 from sm_nanogpt.launcher.text.encodings import EncodingFault, not_text, read_text
 from sm_nanogpt.launcher.text.exports import WHOLE_FILE, is_no_chat, why_no_document
 from sm_nanogpt.launcher.text.messengers import talks_in_json
 from sm_nanogpt.launcher.text.tables import read_rows
 from sm_nanogpt.launcher.text.talks import Talk
-from sm_nanogpt.launcher.text.unpacking import Unpacking
+from sm_nanogpt.launcher.text.unpacking import DETECT_BYTES, Unpacking
 from sm_nanogpt.launcher.values import counted, is_utf8
 
 if TYPE_CHECKING:  # it imports this module
     from sm_nanogpt.launcher.text.reading import File
 
-MAX_RECORD = 1 << 26  # bytes of a record, which is in memory as a whole
-MAX_WHOLE_FILE = 1 << 28  # bytes of a file that is one object
-ROWS = 128  # rows of a Parquet file that are in memory at once
-LARGE_BATCH = 1 << 23  # bytes of a batch whose rows are converted one by one
+MAX_RECORD_BYTES = 1 << 26  # a record is in memory as a whole
+MAX_DOCUMENT_BYTES = 1 << 28  # of a file that is one object
+BATCH_ROWS = 128  # of a Parquet file that are in memory at once
+LARGE_BATCH_BYTES = 1 << 23  # of a batch whose rows are converted one by one
 MAX_FIELDS_SHOWN = 20
-DETECT_BYTES = 1 << 12  # the first bytes of a file, by which an array is recognized
 
 Records = Iterator[tuple[str, Any]]
 
@@ -46,7 +45,7 @@ class TextDocument:
 
     position: str  # where it begins, such as notes.txt, or chats.jsonl:12
     is_chat: bool
-    pieces: Iterator[str]  # of a text, at most PIECE characters each; the turns of a conversation
+    pieces: Iterator[str]  # of at most MAX_PIECE characters; of a conversation, its turns
 
 
 def document_of(record: Any, position: str, column: str = "text") -> TextDocument:
@@ -76,14 +75,16 @@ def chat_turns(record: Any, position: str, column: str) -> list[str] | None:
 
 
 def text_pieces(record: Any, position: str, column: str) -> list[str]:
-    """The text of a record, in pieces of at most PIECE characters. Raises InputError if there is
-    none."""
+    """The text of a record, in pieces of at most MAX_PIECE characters.
+
+    Raises InputError if there is none.
+    """
     if isinstance(record, dict) and column in record:
         text = record[column]
         if text is None:  # null: an empty cell of a table
             text = ""
         if isinstance(text, str):
-            return [text[begin : begin + PIECE] for begin in range(0, len(text), PIECE)]
+            return [text[begin : begin + MAX_PIECE] for begin in range(0, len(text), MAX_PIECE)]
     raise no_document(record, position, column).within(position)
 
 
@@ -125,7 +126,7 @@ def read_json_lines(content: IO[bytes], file: File) -> Records:
     """
     n_beyond_ascii = 0  # bytes before the line that only UTF-8 has
     is_first = True
-    lines = iter(lambda: content.readline(MAX_RECORD + 1), b"")
+    lines = iter(lambda: content.readline(MAX_RECORD_BYTES + 1), b"")
     for number, line in enumerate(lines, 1):
         if line.isspace():
             continue
@@ -154,8 +155,8 @@ def read_json_lines(content: IO[bytes], file: File) -> Records:
 def read_whole_file(content: IO[bytes]) -> dict[str, Any] | list[Any] | None:
     """Read a file that is one object or one array; None for any other file."""
     content.seek(0)
-    document = content.read(MAX_WHOLE_FILE + 1)
-    if len(document) > MAX_WHOLE_FILE:
+    document = content.read(MAX_DOCUMENT_BYTES + 1)
+    if len(document) > MAX_DOCUMENT_BYTES:
         return None
     try:
         value = json.loads(document)
@@ -281,7 +282,7 @@ def read_parquet(content: IO[bytes], file: File) -> Records:
         table = ParquetFile(content, buffer_size=CHUNK_BYTES, pre_buffer=False)
         check_schema(table.schema_arrow, column)
         columns = [field for field in table.schema_arrow.names if field in {column, *FIELDS}]
-        for batch in table.iter_batches(ROWS, columns=columns):
+        for batch in table.iter_batches(BATCH_ROWS, columns=columns):
             for row in rows_in(batch):
                 number += 1
                 if isinstance(row.get(column), bytes):
@@ -343,6 +344,6 @@ def may_be_text_type(kind: Any) -> bool:
 
 def rows_in(batch: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows of a batch as dictionaries. Rows of a large batch are converted one by one."""
-    n_at_once = ROWS if batch.nbytes < LARGE_BATCH else 1
+    n_at_once = BATCH_ROWS if batch.nbytes < LARGE_BATCH_BYTES else 1
     for first in range(0, batch.num_rows, n_at_once):
         yield from batch.slice(first, n_at_once).to_pylist()

@@ -21,11 +21,11 @@ from sm_nanogpt.launcher.text.store import VALIDATION_FRACTION
 logger = logging.getLogger(__name__)
 
 RUN_BYTES = 50  # by chance, two texts share no run of so many bytes
-LIMIT = 0.2  # users are warned of this share and more
-SAMPLE = 1 << 18  # bytes of a validation text that are searched for in the training text
+MIN_SHARE_TO_WARN = 0.2  # of a validation text
+SAMPLE_BYTES = 1 << 18  # of a validation text that are searched for in the training text
 N_SAMPLES = 16  # parts that make the sample of a long text
-TRAINING = 1 << 28  # bytes of a training text that are searched
-LOOKUPS = 1 << 21  # runs of a training text that are looked up
+MAX_TRAINING_BYTES = 1 << 28  # of a training text that are searched
+MAX_LOOKUPS = 1 << 21  # of runs of a training text
 SPACES = bytes.maketrans(b"\t\n\v\f\r", b"     ")
 
 
@@ -40,16 +40,16 @@ def with_one_space(content: bytes) -> bytes:
 def repeated_share(training: Iterable[bytes], validation: bytes, n_training_bytes: int) -> float:
     """The share of a validation text, 0 to 1, that a training text contains.
 
-    The training text comes in pieces, and has about n_training_bytes. If these are over LOOKUPS,
-    only every n-th run is looked up, with n up to RUN_BYTES. Then shared parts that are shorter
-    than RUN_BYTES + n may be missed.
+    The training text comes in pieces, and has about n_training_bytes. If these are over
+    MAX_LOOKUPS, only every n-th run is looked up, with n up to RUN_BYTES. Then shared parts that
+    are shorter than RUN_BYTES + n may be missed.
     """
     sample = with_one_space(validation)
     hashes = [
         hash(sample[start : start + RUN_BYTES]) for start in range(len(sample) - RUN_BYTES + 1)
     ]
     shared = shared_hashes(
-        set(hashes), training, step=min(RUN_BYTES, 1 + n_training_bytes // LOOKUPS)
+        set(hashes), training, step=min(RUN_BYTES, 1 + n_training_bytes // MAX_LOOKUPS)
     )
     n_repeated = 0  # bytes
     end = 0  # of the last run that is repeated
@@ -72,7 +72,7 @@ def shared_hashes(hashes: set[int], training: Iterable[bytes], step: int) -> set
     return shared
 
 
-def sampled_ranges(length: int, limit: int = SAMPLE) -> list[tuple[int, int]]:
+def sampled_ranges(length: int, limit: int = SAMPLE_BYTES) -> list[tuple[int, int]]:
     """Begin and end of each part of a text that is sampled: all of it, or N_SAMPLES parts."""
     if length <= limit:
         return [(0, length)]
@@ -104,7 +104,7 @@ def share_between(
 ) -> float:
     """The share of a validation text, of n_characters, that the text in `files` contains."""
     sample = sample_of(validation, 0, n_characters)
-    return repeated_share(training_of(files, TRAINING), sample, size_of(files))
+    return repeated_share(training_of(files, MAX_TRAINING_BYTES), sample, size_of(files))
 
 
 def size_of(files: Iterable[File]) -> int:
@@ -119,14 +119,14 @@ def read_chunks(files: Iterable[File]) -> Iterator[str]:
 
 
 def training_of(files: Sequence[File], n_train: int) -> Iterator[bytes]:
-    """Yield the first n_train characters of a text, in chunks, and at most about TRAINING bytes."""
+    """Yield the first n_train characters of a text, in chunks; about MAX_TRAINING_BYTES at most."""
     n_bytes = 0
     for text in read_chunks(files):
         chunk = text[:n_train].encode()
         yield chunk
         n_bytes += len(chunk)
         n_train -= len(text)
-        if n_train <= 0 or n_bytes >= TRAINING:
+        if n_train <= 0 or n_bytes >= MAX_TRAINING_BYTES:
             return
 
 
@@ -145,7 +145,7 @@ def sample_of(files: Sequence[File], start: int, length: int) -> bytes:
 def warn_of_repeats(name: str, share: float | None) -> None:
     """Warn if the training text contains so much of a validation text that val_loss measures
     memory. name: what the warning calls the text."""
-    if share is None or share < LIMIT:
+    if share is None or share < MIN_SHARE_TO_WARN:
         return
     repeats = f"{share:.0%} of the validation text stands in the training text"
     warning = f"{name}: {repeats}, so val_loss measures memory"

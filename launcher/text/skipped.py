@@ -11,7 +11,7 @@ from sm_nanogpt.launcher.text.talks import Talks
 
 logger = logging.getLogger(__name__)
 
-MAX_SHARE = 0.5  # of the conversations that may be left out
+MAX_SKIPPED_SHARE = 0.5  # of all conversations
 MAX_REASONS = 20
 MAX_POSITIONS = 3  # that a warning names for a reason
 EXAMPLE = (
@@ -43,14 +43,14 @@ class Skipped:
     def check(self, n_learnable: int) -> None:
         """Warn of what is left out beside n_learnable conversations.
 
-        Raises InputError if it is more than MAX_SHARE of all.
+        Raises InputError if it is more than MAX_SKIPPED_SHARE of all.
         """
         self.talks.check()
         n_skipped = self.counts.total()
         n_all = n_skipped + n_learnable
         if not n_skipped:
             return
-        if n_skipped > MAX_SHARE * n_all:
+        if n_skipped > MAX_SKIPPED_SHARE * n_all:
             problem = f"{n_skipped:,} of {n_all:,} conversations cannot be learned: {self}"
             raise InputError(f"{problem}; a conversation is like {EXAMPLE}")
         logger.warning(f"{n_skipped:,} of {n_all:,} conversations left out: {self}")

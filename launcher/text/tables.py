@@ -13,8 +13,8 @@ from typing import IO, Literal
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.text.encodings import as_utf8
 
-MAX_CELL = 1 << 26  # characters
-MAX_HEADER = 1 << 20
+MAX_CELL_CHARACTERS = 1 << 26
+MAX_HEADER_CHARACTERS = 1 << 20
 SEPARATORS = "\t|;,"  # the first one is taken if two are equally frequent
 NO_SEPARATOR = "\x1f"
 WHOLE_CELL = re.compile(r'"[^"]*(?:""[^"]*)*"')  # a cell in quotes; quotes inside are doubled
@@ -62,7 +62,7 @@ def complete_cells(line: str, lines: Iterator[str]) -> list[str]:
     complete = [line]
     size = len(line)
     n_quotes = line.count('"')
-    while n_quotes % 2 and size < MAX_HEADER:
+    while n_quotes % 2 and size < MAX_HEADER_CHARACTERS:
         line = next(lines, "")
         if not line:
             break
@@ -108,7 +108,7 @@ def read_rows(file: IO[bytes], path: str) -> Iterator[tuple[int, list[str]]]:
     The separator is found in that row, or named by a line of Excel, such as `sep=;`, before it. A
     table of one column has no separator: its cells may contain any. Raises InputError.
     """
-    csv.field_size_limit(MAX_CELL)
+    csv.field_size_limit(MAX_CELL_CHARACTERS)
     text = io.TextIOWrapper(as_utf8(file, path), "utf-8", newline="")
     header = read_header(lines_of(text))
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL

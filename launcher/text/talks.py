@@ -17,9 +17,9 @@ from sm_nanogpt.launcher.models.encoder import ASSISTANT_PREFIX
 
 logger = logging.getLogger(__name__)
 
-PAUSE = 3600.0  # seconds after which a new conversation begins
-MAX_CHARACTERS = 1000  # after so many, the next answer ends a conversation
-MAX_NAMES = 20  # that an error shows
+PAUSE_SECONDS = 3600.0  # after it, a new conversation begins
+MAX_CHARACTERS_BEFORE_CUT = 1000  # after them, the next answer ends a conversation
+MAX_NAMES_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ def cut_at_pauses(messages: Sequence[TalkMessage], me: str) -> Iterator[list[Tal
         if conversation:
             last = conversation[-1]
             is_answered = last.author == me and message.author != me
-            is_long = n_characters > MAX_CHARACTERS and is_answered
-            if is_long or abs(message.seconds - last.seconds) > PAUSE:
+            is_long = n_characters > MAX_CHARACTERS_BEFORE_CUT and is_answered
+            if is_long or abs(message.seconds - last.seconds) > PAUSE_SECONDS:
                 yield conversation
                 conversation = []
                 n_characters = 0
@@ -164,7 +164,7 @@ def make_turns(messages: Sequence[TalkMessage], me: str, is_group: bool) -> list
 
 def list_counts(counts: Counter[str]) -> str:
     """Such as `Ann (120), Bob (99)`."""
-    parts = [f"{name} ({count:,})" for name, count in counts.most_common(MAX_NAMES)]
-    if len(counts) > MAX_NAMES:
-        parts.append(f"and {len(counts) - MAX_NAMES:,} more")
+    parts = [f"{name} ({count:,})" for name, count in counts.most_common(MAX_NAMES_SHOWN)]
+    if len(counts) > MAX_NAMES_SHOWN:
+        parts.append(f"and {len(counts) - MAX_NAMES_SHOWN:,} more")
     return ", ".join(parts)

@@ -42,11 +42,11 @@ from sm_nanogpt.launcher.text.tokenizer import USUAL_ENDS
 
 logger = logging.getLogger(__name__)
 
-BATCH = 1 << 22  # characters that are encoded at once
+BATCH_CHARACTERS = 1 << 22  # that are encoded at once
 PIECE_OVERHEAD = 256  # what each piece of a batch costs besides its characters, in characters
 SHARD_BYTES = 1 << 28
 # The most tokens for validation, which else gets a tenth: an evaluation uses no more.
-VALIDATION_TOKENS = 5_000_000
+MAX_VALIDATION_TOKENS = 5_000_000
 SEED = 1337
 TYPE_NAMES = {"H": "uint16", "I": "uint32", "i": "int32"}  # by the type codes of array
 
@@ -143,9 +143,9 @@ def share_within_tokens(directory: Path) -> float:
     corpus = read_tokens(directory, Config())
     vocabulary = corpus.tokenizer.words
     width = max(1, sum(map(len, vocabulary)) // len(vocabulary))  # mean bytes of a token
-    ranges = repeats.sampled_ranges(len(corpus.val), repeats.SAMPLE // width)
+    ranges = repeats.sampled_ranges(len(corpus.val), repeats.SAMPLE_BYTES // width)
     sample = b"".join(content_of(corpus.val[begin:end], vocabulary) for begin, end in ranges)
-    n_train = min(len(corpus.train), repeats.TRAINING // width)
+    n_train = min(len(corpus.train), repeats.MAX_TRAINING_BYTES // width)
     training = (
         bytes(content_of(corpus.train[begin : min(begin + IDS_AT_ONCE, n_train)], vocabulary))
         for begin in range(0, n_train, IDS_AT_ONCE)
@@ -183,7 +183,7 @@ def split(ends: array[int], hashes: Sequence[int]) -> dict[str, list[int]]:
     if len(lengths) == 1:
         raise InputError(f"all {len(ends):,} documents are equal; give one of them")
 
-    max_tokens = min(int(ends[-1] * VALIDATION_FRACTION), VALIDATION_TOKENS)
+    max_tokens = min(int(ends[-1] * VALIDATION_FRACTION), MAX_VALIDATION_TOKENS)
     validation: set[int] = set()  # hashes
     n_validation_tokens = 0
     for index in reversed(order):
@@ -202,7 +202,7 @@ def split(ends: array[int], hashes: Sequence[int]) -> dict[str, list[int]]:
 
 
 def batches(pieces: Iterator[str | None], cut: int) -> Iterator[Batch]:
-    """Yield the pieces of read_documents in batches of about BATCH characters.
+    """Yield the pieces of read_documents in batches of about BATCH_CHARACTERS characters.
 
     If `cut` is not 0, the first document is cut in two after that many characters.
     """
@@ -218,7 +218,7 @@ def batches(pieces: Iterator[str | None], cut: int) -> Iterator[Batch]:
             batch.append(piece)
         cut -= len(piece)
         size += len(piece) + PIECE_OVERHEAD
-        if size >= BATCH:
+        if size >= BATCH_CHARACTERS:
             yield batch
             batch = []
             size = 0

@@ -18,6 +18,7 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
+DETECT_BYTES = 1 << 12  # the beginning of a file, by which its format is recognized
 # Text packs to a tenth of its size, and logs of equal lines to a hundredth. A file that unpacks to
 # more than MAX_RATIO times its size is no text.
 MAX_RATIO = 200

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import IO, TYPE_CHECKING
 
 from sm_nanogpt.launcher.text.encodings import read_text
-from sm_nanogpt.launcher.text.talks import PAUSE, Talk, TalkMessage
+from sm_nanogpt.launcher.text.talks import PAUSE_SECONDS, Talk, TalkMessage
 
 if TYPE_CHECKING:  # it imports this module
     from sm_nanogpt.launcher.text.reading import File
@@ -47,11 +47,11 @@ WHATSAPP_DELETED = re.compile(
 )
 
 
-LOOK_BYTES = 1 << 16  # the first bytes of a file, by which a chat is told from a diary
+DIARY_CHECK_BYTES = 1 << 16  # the beginning by which a chat is told from a diary
 FILE_NAME = re.compile(r"whatsapp|^_chat\.txt$", re.IGNORECASE)  # as WhatsApp names its exports
-LEVELS = {"DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL"}  # before the colon in a log
-MIN_REPEATED = 0.8  # share of the messages whose author wrote more than one
-MIN_ANSWERS = 0.1  # share of the messages that follow, within PAUSE, one of another author
+LOG_LEVELS = {"DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL"}  # before the colon in a log
+MIN_REPEATED_SHARE = 0.8  # of the messages: their author wrote more than one
+MIN_ANSWER_SHARE = 0.1  # of the messages: they follow one of another author within PAUSE_SECONDS
 
 
 def is_chat(text: str, file_name: str, me: str) -> bool:
@@ -69,11 +69,11 @@ def is_chat(text: str, file_name: str, me: str) -> bool:
     counts = Counter(message.author for message in messages)
     if me in counts:
         return True
-    if len(counts) < 2 or not LEVELS.isdisjoint(counts):
+    if len(counts) < 2 or not LOG_LEVELS.isdisjoint(counts):
         return False
     n_repeated = sum(count for count in counts.values() if count > 1)
-    is_repeated = n_repeated >= MIN_REPEATED * len(messages)
-    return is_repeated and count_answers(messages) >= MIN_ANSWERS * len(messages)
+    is_repeated = n_repeated >= MIN_REPEATED_SHARE * len(messages)
+    return is_repeated and count_answers(messages) >= MIN_ANSWER_SHARE * len(messages)
 
 
 def named_messages(text: str) -> list[TalkMessage]:
@@ -93,10 +93,10 @@ def named_messages(text: str) -> list[TalkMessage]:
 
 
 def count_answers(messages: Sequence[TalkMessage]) -> int:
-    """Count the messages that follow, within PAUSE, one of another author."""
+    """Count the messages that follow, within PAUSE_SECONDS, one of another author."""
     n_answers = 0
     for last, message in pairwise(messages):
-        is_soon = abs(message.seconds - last.seconds) <= PAUSE
+        is_soon = abs(message.seconds - last.seconds) <= PAUSE_SECONDS
         if is_soon and message.author != last.author:
             n_answers += 1
     return n_answers

@@ -76,7 +76,7 @@ def test_a_file_is_synced_beside_its_place_before_it_is_named(tmp_path, monkeypa
 
 
 def test_half_written_files_and_markers_are_not_listed(tmp_path):
-    for suffix in storage.NO_CONTENT:
+    for suffix in storage.UNFINISHED_SUFFIXES:
         (tmp_path / f"input.txt{suffix}").write_bytes(b"half")
     assert storage.list_files(storage.to_uri(tmp_path)) == {}
 

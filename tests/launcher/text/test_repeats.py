@@ -53,7 +53,7 @@ def test_line_breaks_and_spaces_make_no_difference():
 
 
 def test_a_long_training_text_is_looked_up_in_steps(monkeypatch):
-    monkeypatch.setattr(repeats, "LOOKUPS", 10)
+    monkeypatch.setattr(repeats, "MAX_LOOKUPS", 10)
     old, new = random_text(1), random_text(2)
     assert share(old, new[:5000] + old[500:5500]) == pytest.approx(0.5, abs=0.02)
 

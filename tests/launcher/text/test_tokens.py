@@ -117,7 +117,7 @@ def test_a_large_validation_part_is_a_warning(caplog):
 
 
 def test_the_last_tenth_of_a_single_text_validates(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(text_documents, "PIECE", 1000)  # and the cut is in a later one
+    monkeypatch.setattr(text_documents, "MAX_PIECE", 1000)  # and the cut is in a later one
     text = "".join(stories(30)).replace("\0", "")
     (tmp_path / "a.txt").write_text(text, newline="")
     corpus = corpus_in(tmp_path / "tokens", tmp_path / "a.txt", tokenizer)
