@@ -11,6 +11,7 @@ from sm_nanogpt.entry_point.metrics import duration
 from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.cli.remedies import command, options
 from sm_nanogpt.launcher.cli.show import at_ctrl_c, note, print_json, print_table
+from sm_nanogpt.launcher.errors import about
 from sm_nanogpt.launcher.job import DEFAULT_RUN_SECONDS
 from sm_nanogpt.launcher.sagemaker.cost import OVERHEAD_SECONDS, usd
 
@@ -27,6 +28,7 @@ def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> N
     from sm_nanogpt.launcher.job import Request
     from sm_nanogpt.launcher.launching.sizing import gains_by_generations
 
+    typed = typed | full_names_of_texts(typed, settings)
     fields = {"instance": LOCAL, **typed}
     max_cost = fields.pop("max_cost", None)  # of a job on any of the known instance types
     request = Request(**fields)
@@ -66,6 +68,19 @@ def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> N
             note("note: with `--set generations=2` its loss is lower still, in 2.25 times the time")
         note(f"time: {'unknown' if seconds is None else f'about {duration(seconds)}'} on {name}")
         note(f"next: {command('launch', *options(fields))}")
+
+
+def full_names_of_texts(typed: dict[str, Any], settings: Settings) -> dict[str, str]:
+    """The texts of a request, by its fields, with the name of an upload in place of a part of it:
+    later, several names may have that part."""
+    from sm_nanogpt.launcher.text.store import find_text, named_by
+
+    texts = {}
+    for field in ("data", "validation"):
+        if field in typed:
+            with about(field, typed[field]):
+                texts[field] = named_by(find_text(typed[field], settings), settings)
+    return texts
 
 
 def print_sizes(result: Forecast) -> None:

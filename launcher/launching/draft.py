@@ -32,6 +32,7 @@ from sm_nanogpt.launcher.launching.summary import summary_of
 from sm_nanogpt.launcher.launching.texts import find_texts
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.channels import Texts
+from sm_nanogpt.launcher.text.store import named_by
 
 if TYPE_CHECKING:  # it imports torch
     from sm_nanogpt.launcher.launching.fitting import Fit
@@ -214,8 +215,8 @@ class Draft:
                 few = f"{length.n_tokens:,} {length.unit} to train on are too few for pilots"
                 logger.info(f"no loss is forecast for this text: {few}")
                 return
-            data = shlex.quote(self.texts["data"].short_name)
-            extra = {"code": "forecast-first", "data": data}
+            data = named_by(self.texts["data"].shown, self.backend.settings)
+            extra = {"code": "forecast-first", "data": shlex.quote(data)}
             logger.info("no loss is forecast for this text", extra=extra)
             return
         if expected is None:

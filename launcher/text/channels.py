@@ -46,7 +46,7 @@ class Channel:
 
     @property
     def short_name(self) -> str:
-        """What a user may type for the text: the name of an upload, or else the location."""
+        """What messages call the text: the name of an upload, or else the location."""
         name = self.shown.rstrip("/").rpartition("/")[2]
         if "://" in self.shown and UPLOAD_NAME.fullmatch(name):
             return name

@@ -8,6 +8,7 @@ upload without a manifest is incomplete.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -97,16 +98,29 @@ def check_store(settings: Settings) -> None:
             check_bucket(make_client(session, "s3", region), settings.store, "store", region)
 
 
+def named_by(uri: str, settings: Settings) -> str:
+    """What a user may type for the text at a URI: the name of an upload, if it is in a store of
+    these settings, or else the URI."""
+    store, _, name = uri.rstrip("/").rpartition("/data/")
+    stores = (store_uri(settings.local_store), store_uri(settings.data_store))
+    return name if store in stores and UPLOAD_NAME.fullmatch(name) else uri
+
+
 def has_new_store(settings: Settings) -> bool:
     """True if the user set a directory as the store, and it does not exist yet."""
     directory = storage.local_path(store_uri(settings.data_store))
     return bool(settings.store) and directory is not None and not directory.exists()
 
 
-def check_store_exists(settings: Settings) -> None:
-    """Raise InputError if the store is a directory that does not exist, so nothing is in it."""
+def check_store_directory(settings: Settings) -> None:
+    """Raise InputError if the store is a directory that does not exist, or may not be read."""
     if has_new_store(settings):
         raise InputError("there is no such directory", field="store", value=settings.store)
+    directory = storage.local_path(store_uri(settings.data_store))
+    if directory is None or not directory.exists():
+        return
+    if not os.access(directory, os.R_OK | os.X_OK):
+        raise InputError("permission denied", field="store", value=settings.data_store)
 
 
 def store_uri(store: str) -> str:
@@ -187,7 +201,7 @@ def find_text(typed: str, settings: Settings) -> str:
     """
     if not PART_OF_NAME.fullmatch(typed) or Path(typed).exists():
         return find_moved(typed, settings)
-    check_store_exists(settings)
+    check_store_directory(settings)
     stores = (settings.local_store, with_store(settings).data_store)
     roots = [storage.join(store_uri(store), "data") for store in stores]
     if not UPLOAD_NAME.fullmatch(typed):
@@ -293,7 +307,7 @@ def last_upload(settings: Settings) -> str:
     It went to the store of the settings, or stayed here because AWS could not be asked. Raises
     InputError if there is none, it is deleted or incomplete, or the store does not exist.
     """
-    check_store_exists(settings)
+    check_store_directory(settings)
     uris = [find_moved(uri, settings) for uri in last_uploads(settings).read().values()]
     if settings.store:
         stores = {store_uri(settings.data_store)}

@@ -589,6 +589,12 @@ def test_a_table_is_printed_with_its_next_command(cli, lawful, text_here):
     assert ran.out.count("measured") == len(pilots_module.PILOT_SIZES)
 
 
+def test_the_next_command_names_the_upload_that_a_part_meant(cli, lawful, text_here):
+    uri = cli("upload-data", text_here).good.out.strip()
+    ran = cli("launch", "--forecast", "--data", "text").good
+    assert f" --data {uri.rpartition('/')[2]} --size " in ran.err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("gains", [False, True])
 def test_a_forecast_names_generations_where_they_gain(cli, lawful, text_here, monkeypatch, gains):
     monkeypatch.setattr(sizing, "gains_by_generations", lambda size, readings: gains)
