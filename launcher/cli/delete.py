@@ -37,7 +37,7 @@ def data_command(as_json: bool) -> None:
     Example:
       sm-nanogpt data
     """
-    from sm_nanogpt.launcher.text.store import last_upload
+    from sm_nanogpt.launcher.text.store import last_upload, store_uri
     from sm_nanogpt.launcher.text.uploads import find_uploads
 
     settings = settings_of()
@@ -50,8 +50,13 @@ def data_command(as_json: bool) -> None:
         raise failure
     with suppress(InputError):  # there is none
         note(f"`{command('launch')}` without --data takes {last_upload(settings)}")
+    to_store = ""
+    if settings.store:
+        to_store = f" to {settings.store}"
+        prefix = f"{store_uri(settings.store)}/"
+        uploads = [upload for upload in uploads if upload.uri.startswith(prefix)]
     if not uploads:
-        note(f"nothing was uploaded yet: {command('upload-data', 'FILE')}")
+        note(f"nothing was uploaded{to_store} yet: {command('upload-data', 'FILE')}")
 
 
 def print_uploads(uploads: list[Stored]) -> None:

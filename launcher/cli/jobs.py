@@ -108,10 +108,12 @@ def jobs_command(
 
 
 def first_step(settings: Settings) -> str:
-    """The command that a person without jobs types next."""
+    """The command that a person without jobs types next. Raises InputError if the store is a
+    directory that does not exist, or may not be read."""
     from sm_nanogpt.launcher.cli.upload import next_command
-    from sm_nanogpt.launcher.text.store import known_upload, last_upload
+    from sm_nanogpt.launcher.text.store import check_store_directory, known_upload, last_upload
 
+    check_store_directory(settings)
     upload = None
     with suppress(InputError):
         upload = known_upload(last_upload(settings), settings)

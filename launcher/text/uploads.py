@@ -19,7 +19,7 @@ from sm_nanogpt.launcher.sagemaker.stack import with_stack
 from sm_nanogpt.launcher.settings import Settings, load_settings
 from sm_nanogpt.launcher.text.store import (
     Upload,
-    check_store_exists,
+    check_store_directory,
     choose,
     read_manifest,
     similar_uploads,
@@ -55,7 +55,7 @@ def uploads(settings: Settings | None = None) -> list[Stored]:
 
 def find_uploads(settings: Settings) -> tuple[list[Stored], InputError | ServiceError | None]:
     """As `uploads`, except that an error of AWS is returned, with an incomplete list."""
-    check_store_exists(settings)
+    check_store_directory(settings)
     listing = Listing(settings, everyone=True)
     jobs = list(listing)
     listed: list[Stored] = []

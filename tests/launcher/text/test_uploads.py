@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,13 @@ from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.launching.launch import prepare
 from sm_nanogpt.launcher.settings import Settings, load_settings
 from sm_nanogpt.launcher.text.channels import find_channel
-from sm_nanogpt.launcher.text.store import find_text, find_upload, last_upload, no_upload
+from sm_nanogpt.launcher.text.store import (
+    find_text,
+    find_upload,
+    last_upload,
+    named_by,
+    no_upload,
+)
 
 
 @pytest.fixture
@@ -228,13 +235,34 @@ def test_a_new_store_is_named_and_a_missing_one_has_nothing(home, cli, source, t
     typed = ("--store", "sotre")
     missing = f"--store {tmp_path / 'sotre'}: there is no such directory"
     launch = ("launch", "--instance", "local")
-    for command in ("data", launch, (*launch, "--data", "input"), ("delete", "input")):
+    for command in ("data", "jobs", launch, (*launch, "--data", "input"), ("delete", "input")):
         assert cli(typed, command).failed(2, missing), command
     assert not (tmp_path / "sotre").exists()
     assert f"new store: {tmp_path / 'sotre'}\n" in cli(typed, "upload-data", source).good.err
     assert "new store" not in cli(typed, "upload-data", source).good.err
     assert cli(typed, "data").good.out
     assert "new store" not in cli("upload-data", source).good.err  # that of the home
+
+
+def test_a_closed_store_is_refused_and_an_empty_one_named(cli, upload, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    typed = ("--store", tmp_path / "empty")
+    listed = cli(typed, "data").good
+    assert upload in listed.out
+    assert f"nothing was uploaded to {tmp_path / 'empty'} yet: " in listed.err
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "empty")
+    problem = f"--store {tmp_path / 'empty'}: permission denied"
+    for command in ("data", "jobs", ("delete", "input"), ("launch", "--instance", "local")):
+        assert cli(typed, command).failed(2, problem), command
+
+
+def test_an_upload_of_another_store_is_named_by_its_uri(home, cli, upload, tmp_path):
+    settings = Settings(home=home)
+    assert named_by(upload, settings) == name_of(upload)
+    elsewhere = settings.model_copy(update={"home": tmp_path / "other"})
+    assert named_by(upload, elsewhere) == upload
+    assert named_by("s3://bucket/text.txt", settings) == "s3://bucket/text.txt"
+    assert named_by("/tmp/text.txt", settings) == "/tmp/text.txt"
 
 
 def test_all_spellings_of_a_store_mean_the_same_store(home, cli, source, tmp_path):
