@@ -105,6 +105,7 @@ class Root(CommandGroup):
     "Where to keep data and models: s3://bucket/prefix or a directory. Default:"
     " SM_NANOGPT_STORE, config.toml, or the stack; else ~/.sm-nanogpt/store, or for SageMaker"
     " the account's default bucket.",
+    type=click.Path(file_okay=False, readable=False),
 )
 @valued("--region NAME", "AWS region (default: from the AWS configuration).")
 @valued("--profile NAME", "AWS profile.")

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sm_nanogpt.launcher.cli.options import JSON, YES, Command, CommandGroup, agree, settings_of
+from sm_nanogpt.launcher.cli.options import (
+    JSON,
+    YES,
+    Command,
+    CommandGroup,
+    agree,
+    complete_instance,
+    settings_of,
+)
 from sm_nanogpt.launcher.cli.remedies import command, remedies
 from sm_nanogpt.launcher.cli.show import note, print_fields, print_json, shown
 from sm_nanogpt.launcher.errors import InputError, ServiceError
@@ -144,6 +152,7 @@ def print_stack(stack: Stack) -> None:
 @click.option(
     "--instance",
     metavar="TYPE",
+    shell_complete=complete_instance,
     help="Check price and quota of this instance type too; `local` checks only this machine.",
 )
 @click.option("--no-train", is_flag=True, help="Skip training a tiny model.")

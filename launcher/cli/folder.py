@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from sm_nanogpt.entry_point.errors import os_reason
-from sm_nanogpt.launcher.cli.options import DIRECTORY, PATH, Command, valued
+from sm_nanogpt.launcher.cli.options import DIRECTORY, PATH, Command, complete_search, valued
 from sm_nanogpt.launcher.cli.remedies import command
 from sm_nanogpt.launcher.cli.show import note, print_text
 from sm_nanogpt.launcher.errors import InputError
@@ -31,7 +31,11 @@ def hyperparameters_command(entry_point: str | None) -> None:
 
 @click.command("copy-script", cls=Command)
 @click.argument("directory", metavar="[DIR]", type=DIRECTORY, default="my_gpt")
-@valued("--from search NAME", "The folder that a search has kept, from `try start NAME`.")
+@valued(
+    "--from search NAME",
+    "The folder that a search has kept, from `try start NAME`.",
+    shell_complete=complete_search,
+)
 def copy_script_command(directory: Path, search: str | None) -> None:
     """Copy the training folder to DIR (default: my_gpt). Edit the model or the recipe there.
 

@@ -75,7 +75,7 @@ def full_names_of_texts(typed: dict[str, Any], settings: Settings) -> dict[str, 
     later, several names may have that part."""
     from sm_nanogpt.launcher.text.store import find_text, named_by
 
-    texts = {}
+    texts = dict[str, str]()
     for field in ("data", "validation"):
         if field in typed:
             with about(field, typed[field]):
@@ -122,6 +122,7 @@ def next_request(typed: dict[str, Any], row: Row) -> dict[str, Any]:
     type on SageMaker, it is for the cheapest one.
     """
     from sm_nanogpt.launcher.backends import backend_class
+    from sm_nanogpt.launcher.instances import types_of
 
     fields = {"instance": LOCAL, **typed, "size": f"{row.size:g}"}
     is_billed = backend_class(fields["instance"]).bills
@@ -129,7 +130,7 @@ def next_request(typed: dict[str, Any], row: Row) -> dict[str, Any]:
         if not is_billed:
             fields["instance"] = cheapest_type(row)
     elif is_billed:
-        times = [row.seconds.get(name) or 0.0 for name in fields["instance"].split(",")]
+        times = [row.seconds.get(name) or 0.0 for name in types_of(fields["instance"])]
         max_run = math.ceil(MAX_RUN_FACTOR * max(times))
         if max_run > DEFAULT_RUN_SECONDS:
             fields["max_run"] = max_run

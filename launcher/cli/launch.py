@@ -21,6 +21,7 @@ from sm_nanogpt.launcher.cli.options import (
     JobParameter,
     agree_to_cost,
     complete_hyperparameter,
+    complete_instance,
     complete_preset,
     settings_of,
     typed_parameters,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     "--instance TYPE[,TYPE...]",
     "SageMaker instance type, or `local` for this machine. With up to five types, the job runs"
     " on the first with free capacity.",
+    shell_complete=complete_instance,
 )
 @valued("--name NAME", "A name for the job, new among yours, to use in place of its id.")
 @valued("--instance-count N", "Number of hosts (default: 1).")

@@ -253,6 +253,30 @@ def complete_hyperparameter(
     return [f"{field.name}=" for field in fields(Config) if field.name.startswith(typed)]
 
 
+def complete_instance(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    """Complete `local` or an instance type of SageMaker, also behind other types and a comma."""
+    from sm_nanogpt.launcher.backends import LOCAL
+    from sm_nanogpt.launcher.instances import known_types
+
+    earlier, comma, typed = incomplete.rpartition(",")
+    names = sorted(known_types())
+    if not comma:
+        names.insert(0, LOCAL)
+    return [f"{earlier}{comma}{name}" for name in names if name.startswith(typed)]
+
+
+def complete_search(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    """Complete the name of a search of this machine."""
+    from sm_nanogpt.launcher.settings import Settings
+    from sm_nanogpt.launcher.trying.history import search_names
+
+    return [name for name in search_names(Settings()) if name.startswith(incomplete)]
+
+
 def complete_preset(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[str]:

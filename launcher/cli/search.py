@@ -17,7 +17,9 @@ from sm_nanogpt.launcher.cli.options import (
     DIRECTORY,
     JSON,
     CommandGroup,
+    complete_instance,
     complete_preset,
+    complete_search,
     settings_of,
     typed_parameters,
     valued,
@@ -48,7 +50,12 @@ OUTCOMES = {
 }
 REVERT = Outcome("REVERT", 3)  # of any other verdict
 
-SEARCH = valued("--group NAME", "The search, by the name that `try start` gave it.", required=True)
+SEARCH = valued(
+    "--group NAME",
+    "The search, by the name that `try start` gave it.",
+    required=True,
+    shell_complete=complete_search,
+)
 
 
 def open_search(name: str) -> Search:
@@ -78,7 +85,12 @@ def try_group() -> None:
 )
 @valued("--size N", "Instead: the size of the base, by a dial from 0.25 to 16.", type=float)
 @valued("--entry-point DIR", "The folder to begin with.", type=DIRECTORY)
-@valued("--instance TYPE", "Where runs are made (default: local).", default=LOCAL)
+@valued(
+    "--instance TYPE",
+    "Where runs are made (default: local).",
+    default=LOCAL,
+    shell_complete=complete_instance,
+)
 @valued("--ceiling USD", "The most that all jobs of the search may cost.")
 @valued(
     "--smallest-gain NATS",
@@ -202,7 +214,7 @@ def difference_of(entry: dict[str, Any]) -> str:
 
 
 @try_group.command("log")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_search)
 @valued(
     "--gain PAIRS",
     "First measure what all kept tries gain together, by 4, 8, 16, 32, or 64 pairs.",

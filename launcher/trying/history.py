@@ -24,12 +24,18 @@ from pathlib import Path
 
 from sm_nanogpt.launcher.files.ledger import Entry
 from sm_nanogpt.launcher.groups.ledger import GroupLedger
+from sm_nanogpt.launcher.settings import Settings
 
 LARGEST_SEED = 1 << 31
 # Commands that make runs of a folder may be killed MAX_KILLS times, or once for each RUNS_PER_KILL
 # runs of it. A folder that changes nothing could wait for a kill whenever it is unlucky: of 4,000
 # such tries, simulated, at most 0.9 % are kept. With one kill for four runs, 13 % would be.
 MAX_KILLS, RUNS_PER_KILL = 3, 16
+
+
+def search_names(settings: Settings) -> list[str]:
+    """The names of the searches of this machine, sorted."""
+    return sorted(path.parent.name for path in settings.home.glob("tries/*/ledger.jsonl"))
 
 
 class SearchLedger(GroupLedger):

@@ -29,7 +29,7 @@ from sm_nanogpt.launcher.trying import rule
 from sm_nanogpt.launcher.trying.budget import Budget, sizes_of
 from sm_nanogpt.launcher.trying.code import check_code
 from sm_nanogpt.launcher.trying.comparison import SHARED_SEEDS, Comparison
-from sm_nanogpt.launcher.trying.history import SearchLedger
+from sm_nanogpt.launcher.trying.history import SearchLedger, search_names
 from sm_nanogpt.launcher.trying.planned import planned_tokens
 from sm_nanogpt.launcher.trying.progress import RunProgress
 from sm_nanogpt.launcher.trying.refusal import Refused
@@ -348,6 +348,6 @@ def directory_of(name: str, settings: Settings) -> Path:
 
 
 def no_search_error(name: str, settings: Settings) -> InputError:
-    names = sorted(path.parent.name for path in settings.home.glob("tries/*/ledger.jsonl"))
+    names = search_names(settings)
     others = f"there are {', '.join(names)}" if names else "there are none yet"
     return InputError(f"no search is named {name!r}; {others}", code="no-search")

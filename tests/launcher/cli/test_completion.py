@@ -37,6 +37,10 @@ def completions(
         ("launch --data here/my", ["file,here/my"]),
         ("fetch-and-sample ./mod", ["file,./mod"]),
         ("launch --preset ba", ["plain,baby"]),
+        ("launch --instance lo", ["plain,local"]),
+        ("launch --instance ml.g5.4", ["plain,ml.g5.48xlarge", "plain,ml.g5.4xlarge"]),
+        ("launch --instance ml.m5.xlarge,ml.p4de.", ["plain,ml.m5.xlarge,ml.p4de.24xlarge"]),
+        ("--store my", ["dir,my"]),
         ("launch --set n_la", ["plain,n_layer="]),
         ("launch --sweep learning-r", ["plain,learning_rate="]),
     ],
@@ -57,6 +61,14 @@ def test_tab_completes_the_uploads_of_this_machine(home, cli, text_file, monkeyp
     name = cli("upload-data", text_file).good.out.strip().rpartition("/")[2]
     assert completions("launch --data in", monkeypatch, capsys) == ["file,in", f"plain,{name}"]
     assert completions("delete in", monkeypatch, capsys) == [f"plain,{name}"]
+
+
+def test_tab_completes_the_searches_of_this_machine(home, monkeypatch, capsys):
+    assert completions("try log sh", monkeypatch, capsys) == [""]
+    (home / "tries/shakespeare").mkdir(parents=True)
+    (home / "tries/shakespeare/ledger.jsonl").touch()
+    for command in ("try log", "try run my_gpt --group", "copy-script --from"):
+        assert completions(f"{command} sh", monkeypatch, capsys) == ["plain,shakespeare"], command
 
 
 def test_tab_writes_nothing(home, monkeypatch, capsys):
