@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import stat
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
@@ -89,21 +88,6 @@ def check_size(content: bytes, largest: int, name: object) -> bytes:
     if len(content) > largest:
         raise OSError(errno.EFBIG, f"larger than {largest >> 20} MiB", str(name))
     return content
-
-
-def open_standard_streams() -> None:
-    """Opens /dev/null as each of stdin, stdout and stderr that is closed, as `<&-` leaves it.
-
-    Else the next file that is opened would get the number of a stream. Whatever is written to that
-    stream would then go into the file, and a child process would lose the file.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:  # it is closed, and the lowest number that is free
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
 
 
 def flush_to_disk(descriptor: int) -> None:

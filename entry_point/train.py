@@ -63,7 +63,7 @@ if not __package__:  # run as a script: its folder, whatever its name, is the pa
     sys.modules["entry_point"] = package
     __package__ = "entry_point"
 
-from .waiting import limit_spinning
+from .startup import limit_spinning, open_standard_streams
 
 if __name__ == "__main__":  # torch reads two of these variables when it is imported
     limit_spinning()
@@ -100,7 +100,6 @@ from .errors import (
     log,
     report_failure,
 )
-from .files import open_standard_streams
 from .processes import StopSignals, end_with_parent, start_ranks
 from .text import load_corpus
 from .trainer import Trainer

@@ -17,25 +17,11 @@ TASKS = Path("/proc/self/task")
 LIBRARIES = Path("/proc/self/maps")
 CPU_TIMES = Path("/proc/stat")
 
-SPIN_COUNT = "5000"  # looks of a thread that waits, before it sleeps
-
 LOOK_SECONDS = 0.25  # between two looks at the delay
 BUSY = 0.3  # seconds in which threads wait for a core, of each second by the clock
 # Seconds that threads sleep, before a look at how long they wait for a core when they are awake. It
 # doubles as long as the cores are in use.
 SHORTEST_SLEEP, LONGEST_SLEEP = 2.0, 30.0
-
-
-def limit_spinning() -> None:
-    """Has threads that wait for each other stay awake for a short time, unless the user chose one.
-
-    With GNU's OpenMP they spin for some milliseconds. If another program uses a core, the spinning
-    delays the thread that they wait for. `cpu` on two cores, alone and beside another program: 29k
-    and 1k tokens/s with all of it, 28k and 8k with a sixtieth, 24k and 10k with a hundredth.
-    OpenMP reads this when torch loads it.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 class Waiting:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sm_nanogpt.entry_point.waiting import limit_spinning
+from sm_nanogpt.entry_point.startup import limit_spinning
 
 LONG = ("contract", "e2e", "slow")  # directories
 LONGEST = ("test_wheel", "test_search_jobs", "test_day")  # one test of each takes a minute

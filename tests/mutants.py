@@ -218,6 +218,7 @@ MODULES = {
     "entry_point/qwen3.py": "test_huggingface test_edited",
     "entry_point/report.py": "test_device test_output test_conversations",
     "entry_point/sizes.py": "test_sizing test_fitting",
+    "entry_point/startup.py": "test_cli test_process",
     "entry_point/train.py": "test_container test_errors test_distributed test_output test_resume",
     "entry_point/waiting.py": "test_waiting",
     "entry_point/watchdog.py": "test_watchdog",

@@ -23,8 +23,7 @@ import click
 from click.shell_completion import shell_complete
 
 from sm_nanogpt.entry_point.errors import os_reason
-from sm_nanogpt.entry_point.files import open_standard_streams
-from sm_nanogpt.entry_point.waiting import limit_spinning
+from sm_nanogpt.entry_point.startup import limit_spinning, open_standard_streams
 from sm_nanogpt.launcher.cli import (
     account,
     delete,

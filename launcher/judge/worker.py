@@ -27,9 +27,10 @@ from torch import Tensor
 
 from sm_nanogpt.entry_point.device import keep_freed_memory
 from sm_nanogpt.entry_point.errors import DataError
-from sm_nanogpt.entry_point.files import open_standard_streams, read_json
+from sm_nanogpt.entry_point.files import read_json
+from sm_nanogpt.entry_point.startup import SPIN_COUNT, open_standard_streams
 from sm_nanogpt.entry_point.text import Tokenizer, read_tokenizer
-from sm_nanogpt.entry_point.waiting import SPIN_COUNT, Waiting
+from sm_nanogpt.entry_point.waiting import Waiting
 from sm_nanogpt.launcher.errors import LauncherError, ServiceError
 from sm_nanogpt.launcher.files.documents import Damaged, Document, parse
 from sm_nanogpt.launcher.local.confine import (

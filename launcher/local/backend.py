@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from sm_nanogpt.entry_point.cores import cores
-from sm_nanogpt.entry_point.files import open_file, open_standard_streams
+from sm_nanogpt.entry_point.files import open_file
+from sm_nanogpt.entry_point.startup import open_standard_streams
 from sm_nanogpt.launcher.backends import Backend
 from sm_nanogpt.launcher.curve import (
     MAX_CURVE_BYTES,

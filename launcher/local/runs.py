@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sm_nanogpt.entry_point.files import open_standard_streams
+from sm_nanogpt.entry_point.startup import open_standard_streams
 from sm_nanogpt.launcher.local.confine import Sandbox, confined, environment, lease
 from sm_nanogpt.launcher.local.gpus import find_gpu
 from sm_nanogpt.launcher.local.process import Program, describe_status, remove

@@ -26,7 +26,7 @@ STREAMS = {"stdin": "0<&-", "stdout": "1>&-", "stderr": "2>&-"}
 # It prints into a file, as its own streams may be closed.
 PROBE = """\
 import os, sys
-from sm_nanogpt.entry_point.files import open_standard_streams
+from sm_nanogpt.entry_point.startup import open_standard_streams
 
 open_standard_streams()
 opened = open(sys.argv[1], "w")
