@@ -8,6 +8,7 @@ family of commands, and imports the library only when a command runs, which keep
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import os
 import re
@@ -20,7 +21,6 @@ from itertools import pairwise
 from typing import NoReturn
 
 import click
-from click.shell_completion import shell_complete
 
 from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.entry_point.startup import limit_spinning, open_standard_streams
@@ -133,6 +133,8 @@ def run(arguments: list[str] | None = None) -> int:
     """
     instruction = os.environ.get(COMPLETION_VARIABLE)
     if instruction:
+        from click.shell_completion import shell_complete
+
         return shell_complete(cli, {}, "sm-nanogpt", COMPLETION_VARIABLE, instruction)
     if arguments is None:
         arguments = sys.argv[1:]
@@ -245,4 +247,6 @@ def usage_message(error: click.ClickException) -> str:
 
 def main() -> NoReturn:
     limit_spinning()  # sampling too is slow where threads stay awake long
-    sys.exit(run())
+    exit_code = run()
+    gc.freeze()  # at exit, Python would search all objects for cycles: a fifth of the time
+    sys.exit(exit_code)
