@@ -127,6 +127,7 @@ MODULES = {
     "launcher/models/weights.py": "test_engine test_quantization test_model_moments",
     "launcher/text/archives.py": "test_archives",
     "launcher/text/channels.py": "test_encodings test_tokens test_uploads",
+    "launcher/text/run_corpus.py": "test_encodings test_tokens test_forecast",
     "launcher/text/chats.py": "test_chats test_records",
     "launcher/text/corpus.py": "test_corpus test_chats",
     "launcher/text/documents.py": "test_text_documents test_encodings test_chats test_formats",

@@ -19,7 +19,8 @@ from sm_nanogpt.launcher.launching.forecasts import Forecast, forecast_path
 from sm_nanogpt.launcher.launching.texts import check_texts, find_texts, repeated_share_of
 from sm_nanogpt.launcher.sagemaker.cost import Prices, rate
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.text.channels import Channel, Texts, corpus_of
+from sm_nanogpt.launcher.text.channels import Channel, Texts
+from sm_nanogpt.launcher.text.run_corpus import corpus_of
 from sm_nanogpt.launcher.text.store import known_upload
 
 if TYPE_CHECKING:  # they import torch

@@ -30,10 +30,11 @@ from sm_nanogpt.launcher.models.encoder import Encoder
 from sm_nanogpt.launcher.models.load import known_config
 from sm_nanogpt.launcher.models.sample import unknown_in
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.text.channels import Channel, corpus_of
+from sm_nanogpt.launcher.text.channels import Channel
 from sm_nanogpt.launcher.text.documents import documents_in
 from sm_nanogpt.launcher.text.files import FileOptions, find_files
 from sm_nanogpt.launcher.text.ids import content_of
+from sm_nanogpt.launcher.text.run_corpus import corpus_of
 from sm_nanogpt.launcher.text.skipped import Skipped
 from sm_nanogpt.launcher.text.sources import open_sources
 from sm_nanogpt.launcher.values import counted

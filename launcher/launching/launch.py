@@ -27,7 +27,6 @@ from sm_nanogpt.launcher.launching.texts import (
 from sm_nanogpt.launcher.sagemaker.cost import ceiling_of, check_confirmed
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import keep_source
-from sm_nanogpt.launcher.text import corpus
 from sm_nanogpt.launcher.text.channels import Channel, Texts
 from sm_nanogpt.launcher.tracking import TrackedJob
 
@@ -64,6 +63,8 @@ class Plan:
 
     def upload(self) -> None:
         """Upload the texts and models that the store lacks."""
+        from sm_nanogpt.launcher.text import corpus  # with the readers of all formats
+
         with byte_progress("upload") as progress:
             for channel in self.channels.values():
                 if channel.upload is None:

@@ -22,9 +22,7 @@ from sm_nanogpt.launcher.files.moved import UPLOAD_NAME
 from sm_nanogpt.launcher.job import FULL_ID, Request
 from sm_nanogpt.launcher.models.fetch import model_directory
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.text import corpus
 from sm_nanogpt.launcher.text.channels import Channel
-from sm_nanogpt.launcher.text.reading import File
 
 if TYPE_CHECKING:  # it imports torch
     from sm_nanogpt.entry_point.text import Tokenizer
@@ -118,6 +116,9 @@ def read_model(request: Request, field: str, directory: Path, channel: Channel) 
 
 def channel_of_model(reference: str, directory: Path, settings: Settings) -> Channel:
     """The channel of a model in a directory, which is to be uploaded."""
+    from sm_nanogpt.launcher.text import corpus  # with the readers of all formats
+    from sm_nanogpt.launcher.text.reading import File
+
     files = [File(path.name, path) for path in model_files(directory)]
     name = Path(reference).absolute().name
     upload = corpus.upload_of(name, files, settings, "models")

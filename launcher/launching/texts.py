@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sm_nanogpt.entry_point.files import LARGEST_TEXT, TOO_MUCH_TEXT
 from sm_nanogpt.launcher.errors import InputError, about
@@ -11,9 +11,11 @@ from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.job import SEARCH_VARIABLE, Request
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.channels import Channel, Texts, find_channel
-from sm_nanogpt.launcher.text.reading import File
 from sm_nanogpt.launcher.text.repeats import share_between, share_of_end, warn_of_repeats
 from sm_nanogpt.launcher.text.store import VALIDATION_FRACTION, Upload, find_text, last_upload
+
+if TYPE_CHECKING:  # with the readers of all formats
+    from sm_nanogpt.launcher.text.reading import File
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +151,8 @@ def files_of(channel: Channel) -> tuple[File, ...]:
     upload = channel.upload
     if directory is None or upload is None or upload.train_tokens:
         return ()
+    from sm_nanogpt.launcher.text.reading import File  # with the readers of all formats
+
     return tuple(File(name, directory / name) for name in upload.files)
 
 

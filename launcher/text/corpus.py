@@ -125,6 +125,16 @@ def strings_of(values: str | Path | Upload | Iterable[str | Path | Upload]) -> l
     return [plain(string) for string in strings]
 
 
+def survey_path(path: Path, settings: Settings) -> tuple[Upload, list[File]]:
+    """Read the text at a path of this machine; return its upload, and the files that it has.
+
+    Raises InputError as find_files and survey_upload.
+    """
+    files = find_files([TextSource(path)])
+    warn_of_held_out(files)
+    return survey_upload(path.name, files, settings)
+
+
 def survey_upload(
     name: str, files: Sequence[File], settings: Settings
 ) -> tuple[Upload, list[File]]:

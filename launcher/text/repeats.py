@@ -13,10 +13,13 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sm_nanogpt.launcher.text.encodings import read_text
-from sm_nanogpt.launcher.text.reading import File, open_text
 from sm_nanogpt.launcher.text.store import VALIDATION_FRACTION
+
+if TYPE_CHECKING:  # with the readers of all formats
+    from sm_nanogpt.launcher.text.reading import File
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +116,8 @@ def size_of(files: Iterable[File]) -> int:
 
 def read_chunks(files: Iterable[File]) -> Iterator[str]:
     """The text of files in chunks, in the order in which train.py reads them."""
+    from sm_nanogpt.launcher.text.reading import open_text  # with the readers of all formats
+
     for file in sorted(files, key=lambda file: Path(file.name)):
         with open_text(file) as content:
             yield from read_text(content, file.shown)

@@ -20,10 +20,11 @@ from sm_nanogpt.launcher.launching.texts import lengths_of, unit_of
 from sm_nanogpt.launcher.local.confine import is_readable
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import keep_source
-from sm_nanogpt.launcher.text.channels import Channel, corpus_of
+from sm_nanogpt.launcher.text.channels import Channel
 from sm_nanogpt.launcher.text.corpus import digest_of
 from sm_nanogpt.launcher.text.ids import content_of, draw_ids, write_ids
 from sm_nanogpt.launcher.text.reading import files_in
+from sm_nanogpt.launcher.text.run_corpus import corpus_of
 from sm_nanogpt.launcher.text.store import VALIDATION_FRACTION
 from sm_nanogpt.launcher.trying.history import SearchLedger
 from sm_nanogpt.launcher.trying.rule import MIN_GAIN

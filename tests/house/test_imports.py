@@ -52,3 +52,12 @@ def test_light_commands_import_no_torch_aws_or_extra(job, short_text_file):
     heavy = {"torch", "boto3", "botocore", "s3fs", "sagemaker", *extras}
     loaded = modules_after(job.home, *calls)
     assert not loaded & heavy, f"{loaded & heavy}: {ADVICE}"
+
+
+def test_making_a_plan_imports_no_reader_of_texts():
+    module = "sm_nanogpt.launcher.text.formats"
+    code = f"import sys, sm_nanogpt.launcher.launching.launch; print({module!r} in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "False\n", f"{module}: {ADVICE}"

@@ -42,9 +42,10 @@ from sm_nanogpt.launcher.launching.forecasts import Forecast, ForecastLedger, Pi
 from sm_nanogpt.launcher.launching.launch import prepare
 from sm_nanogpt.launcher.settings import load_settings
 from sm_nanogpt.launcher.source import Source
-from sm_nanogpt.launcher.text import channels
-from sm_nanogpt.launcher.text.channels import Channel, corpus_of
+from sm_nanogpt.launcher.text import run_corpus
+from sm_nanogpt.launcher.text.channels import Channel
 from sm_nanogpt.launcher.text.ids import draw_ids, write_ids
+from sm_nanogpt.launcher.text.run_corpus import corpus_of
 
 BENCHMARKS = Path(__file__).parents[3] / "examples/benchmarks"
 IDENTITY = [
@@ -533,7 +534,7 @@ def test_a_text_that_was_learned_before_is_not_forecast(home, tmp_path, monkeypa
 
 def test_the_fetch_of_a_whole_upload_has_a_bar(text_file, home, monkeypatch):
     steps = list[int]()
-    monkeypatch.setattr(channels, "byte_progress", lambda label: nullcontext(steps.append))
+    monkeypatch.setattr(run_corpus, "byte_progress", lambda label: nullcontext(steps.append))
     uri = upload_data(text_file).uri
     corpus_of({"data": Channel(uri, uri)}, load_settings())
     assert sum(steps) == text_file.stat().st_size

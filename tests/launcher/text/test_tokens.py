@@ -32,8 +32,8 @@ from sm_nanogpt.entry_point.text import Corpus, Tokenizer
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.s3 import S3Location
 from sm_nanogpt.launcher.settings import Settings, load_settings
-from sm_nanogpt.launcher.text import channels, tokens
 from sm_nanogpt.launcher.text import documents as text_documents
+from sm_nanogpt.launcher.text import run_corpus, tokens
 from sm_nanogpt.launcher.text.channels import Channel
 from sm_nanogpt.launcher.text.corpus import send
 from sm_nanogpt.launcher.text.reading import File
@@ -167,7 +167,7 @@ def test_eval_fetches_only_the_first_shard_of_a_part(
     monkeypatch.setattr(S3Location, "fetch_file", fetch)
     data = {"data": Channel("plays", uri)}
     caplog.clear()
-    beginning = channels.corpus_of(data, settings)
+    beginning = run_corpus.corpus_of(data, settings)
     shards = [name for name in names if name.endswith(".bin")]
     assert shards == ["train-00000.bin", "val-00000.bin"]
     assert re.fullmatch(r"plays: copying \d+\.\dkB", caplog.messages[0])
