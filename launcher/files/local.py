@@ -19,11 +19,10 @@ from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.entry_point.files import file_sha256, open_file, read_file
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.locks import lock
-from sm_nanogpt.launcher.files.progress import Progress
+from sm_nanogpt.launcher.files.progress import CHUNK_BYTES, Progress
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 20  # of a file that are read at once
 TEMPORARY_SUFFIX = ".tmp"  # suffix of files that are being written
 
 

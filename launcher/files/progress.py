@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+CHUNK_BYTES = 1 << 20  # of a file that are read at once, and then reported
+
 Progress = Callable[[int], object]  # is called with the number of bytes since its last call
 
 

@@ -21,7 +21,7 @@ from sm_nanogpt.launcher.description import JobDescription, checkpoints_among
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.models import is_path, model_files
-from sm_nanogpt.launcher.files.progress import Progress, byte_progress
+from sm_nanogpt.launcher.files.progress import CHUNK_BYTES, Progress, byte_progress
 from sm_nanogpt.launcher.files.scratch import scratch
 from sm_nanogpt.launcher.finding import find, similar_jobs
 from sm_nanogpt.launcher.job import FULL_ID, JOB_ID, WORD
@@ -244,7 +244,7 @@ def extract(archive: Path, target: Path, uri: str) -> None:
                 assert source is not None
                 with path.open("xb") as out:
                     shutil.copyfileobj(source, out)
-            while stream.read(storage.CHUNK_BYTES):  # gzip compares the checksum at the end
+            while stream.read(CHUNK_BYTES):  # gzip compares the checksum at the end
                 pass
     # FileExistsError: two members have one name. NotADirectoryError: a member lies below a file.
     except (*TAR_ERRORS, RecursionError, FileExistsError, NotADirectoryError) as error:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import IO
 
 from sm_nanogpt.launcher.errors import InputError
-from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
+from sm_nanogpt.launcher.files.progress import CHUNK_BYTES
 from sm_nanogpt.launcher.text.unpacking import buffered_file
 
 SAMPLE_BYTES = 1 << 22  # that are read behind a fault to judge it

@@ -13,7 +13,7 @@ from email.message import EmailMessage
 from html.parser import HTMLParser
 from typing import IO
 
-from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
+from sm_nanogpt.launcher.files.progress import CHUNK_BYTES
 from sm_nanogpt.launcher.text.talks import list_counts
 
 logger = logging.getLogger(__name__)

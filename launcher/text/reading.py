@@ -19,7 +19,7 @@ from typing import IO
 from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.entry_point.files import open_file
 from sm_nanogpt.launcher.errors import InputError, ServiceError
-from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
+from sm_nanogpt.launcher.files.progress import CHUNK_BYTES
 from sm_nanogpt.launcher.text.encodings import as_utf8, read_text
 from sm_nanogpt.launcher.text.exports import REDIRECT
 from sm_nanogpt.launcher.text.formats import (

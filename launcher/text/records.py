@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from sm_nanogpt.launcher.errors import InputError, did_you_mean, not_installed
-from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
+from sm_nanogpt.launcher.files.progress import CHUNK_BYTES
 from sm_nanogpt.launcher.models.encoder import MAX_PIECE
 from sm_nanogpt.launcher.text.chats import FIELDS, may_be_chat, turns_of
 from sm_nanogpt.launcher.text.encodings import EncodingFault, not_text, read_text

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files import storage
-from sm_nanogpt.launcher.files.progress import Progress, byte_progress, expect
+from sm_nanogpt.launcher.files.progress import CHUNK_BYTES, Progress, byte_progress, expect
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.channels import Channel, Texts
 from sm_nanogpt.launcher.text.reading import open_text
@@ -80,7 +80,7 @@ def fetch_channel(channel: Channel, directory: Path, settings: Settings) -> None
             storage.errors_about(str(path)),
             path.open("wb") as copy,
         ):
-            shutil.copyfileobj(content, copy, storage.CHUNK_BYTES)
+            shutil.copyfileobj(content, copy, CHUNK_BYTES)
 
 
 def fetch_stored_text(channel: Channel, directory: Path, settings: Settings) -> None:

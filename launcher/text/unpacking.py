@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sm_nanogpt.launcher.errors import InputError
-from sm_nanogpt.launcher.files.storage import CHUNK_BYTES
+from sm_nanogpt.launcher.files.progress import CHUNK_BYTES
 
 if sys.version_info >= (3, 14):
     from compression import zstd
