@@ -26,7 +26,7 @@ Tries = dict[int, list[JobDescription]]  # the jobs of each member, by number; t
 class JobGroup:
     """The jobs of a sweep, by number; or the jobs that make the runs of a search."""
 
-    id: str  # of the sweep; of a search, its name
+    id: str  # the id of the sweep, or the name of the search
     tries: Tries = field(default_factory=dict)
     is_search: bool = False
 
@@ -57,12 +57,12 @@ def find_group(reference: str, settings: Settings, everyone: bool = False) -> Jo
     members = members_among(jobs)
     ids_of_jobs = {member.sweep_id for member in members}
     sweep_ids = sorted(ids_of_jobs.union(recorded_groups(settings)), reverse=True)
-    part = resolve_name(reference, members)
+    id_or_part = resolve_name(reference, members)
     if reference == "latest" and sweep_ids:
-        part = sweep_ids[0]
-    if listing.failure is not None and (reference == "latest" or part not in sweep_ids):
+        id_or_part = sweep_ids[0]
+    if listing.failure is not None and (reference == "latest" or id_or_part not in sweep_ids):
         raise listing.failure  # the sweep may be one that was not listed
-    matches = [sweep_id for sweep_id in sweep_ids if is_part(part, sweep_id)]
+    matches = [sweep_id for sweep_id in sweep_ids if is_part(id_or_part, sweep_id)]
     search = group_of_search(reference, jobs)
     if search.tries and not matches:
         return search
@@ -99,7 +99,7 @@ def no_such_sweep_error(
         suggestion = similar_to(reference, sweep_ids, group_names(jobs))
         if suggestion:
             problem += f"; {suggestion}"
-    return InputError(problem, "no-such-sweep")
+    return InputError(problem, code="no-such-sweep")
 
 
 def group_of_search(name: str, jobs: Sequence[JobDescription]) -> JobGroup:
@@ -129,13 +129,15 @@ def group_names(jobs: Iterable[JobDescription]) -> set[str]:
 
 
 def resolve_name(reference: str, members: Members) -> str:
-    """The id of the sweep that a reference names, by its own name or that of a job. If it names
-    none, the reference, which may be a part of an id."""
+    """Replace the name of a sweep, or the name or id of one of its jobs, by the id of the sweep.
+
+    Any other reference stays, as it may be a part of an id.
+    """
     for member, job in members.items():
         if job.name is not None and reference in (job.name, job.name.removesuffix(member.suffix)):
             return member.sweep_id
-    member_named = member_of(reference)
-    return reference if member_named is None else member_named.sweep_id
+    job_member = member_of(reference)
+    return reference if job_member is None else job_member.sweep_id
 
 
 def instance_of_sweep(sweep_id: str, tries: Tries, settings: Settings) -> str | None:
@@ -156,10 +158,10 @@ def tries_of(sweep_id: str, members: Members) -> Tries:
 
 
 def add_unlisted(sweep_id: str, tries: Tries, backend: Backend) -> None:
-    """Add the jobs that exist and are not listed yet: ask for the next try of each number.
+    """Add the jobs of a sweep that exist and are not listed yet to its tries.
 
-    Numbers are started in their order. So this ends at the first number, after the last known one,
-    that has no job.
+    This asks for the next try of each number. Numbers are started in their order, so it ends at the
+    first number without a job that is over all numbers in `tries`.
     """
     for number in itertools.count(1):
         jobs = tries.setdefault(number, [])

@@ -33,9 +33,9 @@ class GroupLedger(Ledger):
     # -- jobs -------------------------------------------------------------------------------------
 
     def reserve(self, job_id: str, amount: float, **facts: Any) -> Entry:
-        """Note that a job is about to be sent, which may cost so many USD.
+        """Note that a job is about to be sent, which may cost `amount`, in USD.
 
-        Raises OverCeiling if that is more than is free.
+        facts: other fields of the entry. Raises OverCeiling if the amount is more than is free.
         """
         with self.locked():
             if amount > self.free:
@@ -55,7 +55,11 @@ class GroupLedger(Ledger):
         self.settle(job_id, None, status="Deleted")
 
     def settle(self, job_id: str, cost: float | None, **facts: Any) -> None:
-        """Note the cost of a job, in USD, and its result. None: what it reserved counts."""
+        """Note the cost of a job, in USD, and its result.
+
+        cost: None if it is unknown; then what the job reserved counts. facts: other fields of the
+        entry.
+        """
         with self.locked():
             reservation = self.open_reservations.get(job_id)
             if reservation is None:  # another command has settled it
@@ -91,11 +95,12 @@ class GroupLedger(Ledger):
 
     @property
     def reserved(self) -> float:
-        """What the other jobs may cost, in USD."""
+        """What the jobs with open reservations may cost, in USD."""
         return math.fsum(entry["usd"] or 0.0 for entry in self.open_reservations.values())
 
     @property
     def unspent(self) -> float:
+        """What the settled jobs have left of the ceiling, in USD."""
         return self.ceiling - self.spent
 
     @property
@@ -112,7 +117,7 @@ class GroupLedger(Ledger):
 
 
 def finite_or_none(amount: float) -> float | None:
-    """An amount for JSON, which has no infinity: that is None."""
+    """The amount; None for infinity, which JSON does not have."""
     if math.isinf(amount):
         return None
     return amount

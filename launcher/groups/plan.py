@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import IO, Any
 
 from sm_nanogpt.launcher.backends import backend_for
@@ -46,12 +45,12 @@ class SweepPlan:
 
     @property
     def first_plan(self) -> Plan | None:
-        """A plan whose texts and folder are those of all jobs; None before the first is made."""
+        """The plan that was made first; None before. All jobs have its texts and folder."""
         return next(iter(self.plans.values()), None)
 
     @property
     def worst_cost(self) -> float:
-        """What the jobs may cost together, in USD; infinity if the price is unknown."""
+        """What the jobs to start may cost together, in USD; infinity if the price is unknown."""
         costs = [own_worst_cost(plan.job, self.settings) for plan in self.plans.values()]
         return min(math.fsum(costs), self.ledger.unspent)
 
@@ -119,7 +118,7 @@ class SweepPlan:
         return self.sweep.share
 
     def choose_share(self) -> None:
-        """Choose what each job may cost, if there is a ceiling and no time limit.
+        """Choose the share of the ceiling that each job may cost, if there is no time limit.
 
         It is the unspent amount, divided by the number of missing jobs. If that does not pay even
         the shortest run, the amount is divided by half of that number, and so on. An earlier choice
@@ -138,7 +137,9 @@ class SweepPlan:
                 break
             except CeilingTooLow:
                 n_shares //= 2
-        share = unspent / n_shares if unspent > 0 else None  # then plan_member refuses
+        share = None  # if nothing is unspent, plan_member raises CeilingTooLow
+        if unspent > 0:
+            share = unspent / n_shares
         self.sweep = self.sweep.model_copy(update={"share": share})
 
     def plan_member(self, number: int, amount: float) -> Plan:
@@ -166,10 +167,11 @@ class SweepPlan:
         self, member: Member, resumed: JobDescription | None, amount: float
     ) -> dict[str, Any]:
         """The fields of the request for a job."""
-        fields = self.sweep.fields_of(member.number)
-        if resumed is not None:
+        if resumed is None:
+            fields = self.sweep.fields_of(member.number)
+        else:
             fields = {"resume": resumed.job_id}
-        if not math.isinf(amount):  # else no price is asked for
+        if not math.isinf(amount):  # without a ceiling, no price is looked up
             earlier_cost = 0.0
             if resumed is not None:
                 earlier_cost = cost_with_earlier(resumed, self.backend, self.settings)
@@ -205,10 +207,12 @@ def plan_sweep(
     """
     job_id = request.resume
     if job_id is not None:
-        raise InputError("continues one job", "sweep-of-one", "resume", job_id, job_id=job_id)
+        raise InputError(
+            "continues one job", code="sweep-of-one", field="resume", value=job_id, job_id=job_id
+        )
     members = members_of(request, values, seeds)
     check_name(request, settings)
-    if request.name is not None:  # jobs that continue the sweep have names too
+    if request.name is not None:  # check the longest name that a job of the sweep may get
         request.replaced(name=f"{request.name}-{len(members)}-try99")
     shares_cores = request.backend_class.shares_cores
     if shares_cores and parallel > 1 and request.processes_per_instance is None:
@@ -223,9 +227,13 @@ def plan_sweep(
 def continue_sweep(
     sweep_id: str, settings: Settings, max_cost: float | None, parallel: int | None
 ) -> SweepPlan:
-    """Check and price the jobs of a sweep of this machine that have not completed."""
-    with ExitStack() as unless_planned:
-        lock = unless_planned.enter_context(lock_sweep(sweep_id, settings))
+    """Check and price the jobs of a sweep of this machine that have not completed.
+
+    max_cost and parallel replace those of the sweep, unless they are None. The plan has the lock of
+    the sweep.
+    """
+    lock = lock_sweep(sweep_id, settings)
+    try:
         sweep = SweepLedger(sweep_id, settings).sweep
         if sweep is None:
             raise InputError(f"sweep {sweep_id} was not launched from this machine, or was deleted")
@@ -233,12 +241,17 @@ def continue_sweep(
         plan = SweepPlan(find_group(sweep_id, settings), sweep, settings, lock)
         plan.update_ledger()
         plan.plan_missing()
-        unless_planned.pop_all()
+    except BaseException:
+        lock.close()
+        raise
     return plan
 
 
 def with_changes(sweep: Sweep, max_cost: float | None, parallel: int | None) -> Sweep:
-    """The sweep with another ceiling, divided again, and another number of parallel jobs."""
+    """The sweep with another ceiling and another number of parallel jobs; None keeps either.
+
+    The share of each job in another ceiling is not chosen yet.
+    """
     update: dict[str, Any] = {}
     if parallel is not None:
         update["parallel"] = parallel

@@ -13,11 +13,14 @@ from sm_nanogpt.launcher.description import JobDescription
 
 @dataclass
 class Rank:
-    """The jobs of one configuration, which differ only in their seed."""
+    """The jobs of one configuration, which differ only in their seed.
+
+    values: the hyperparameters of the configuration.
+    """
 
     values: dict[str, Any]
     jobs: list[JobDescription] = field(default_factory=list)
-    n_jobs: int = 0  # with the jobs that were not started
+    n_jobs: int = 0  # those in jobs, and those that were not started
 
     @property
     def losses(self) -> list[float]:
@@ -26,6 +29,7 @@ class Rank:
 
     @property
     def mean_loss(self) -> float:
+        """The mean of the losses; infinity if there are none, so that it is ranked last."""
         return fmean(self.losses) if self.losses else math.inf
 
 
@@ -34,7 +38,7 @@ def ranking(
 ) -> list[Rank]:
     """Rank the configurations of some jobs by their best validation loss, the lowest first.
 
-    A job that was not started is None.
+    Each job has one of the configurations. A job that was not started is None.
     """
     ranks = dict[str, Rank]()
     for job, values in zip(jobs, configurations, strict=True):

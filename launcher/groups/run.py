@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_JOBS_READ = 100  # jobs, of which one may use a quota
+MAX_JOBS_READ = 100  # the newest jobs, any of which may use a quota
 
 
 @dataclass(frozen=True)
@@ -141,16 +141,16 @@ class GroupRun:
         number, plan = next(iter(self.waiting.items()))
         try:
             self.start(number, plan)
-        except OverQuota as quota:
-            is_first = self.quota_wait.note_refusal(quota, self.may_free_quota(plan.job.instances))
-            if is_first:
-                yield Event(number, plan.job_id, obstacle=quota)
-        except CeilingTooLow as limit:
+        except OverQuota as error:
+            may_free = self.may_free_quota(plan.job.instances)
+            if self.quota_wait.note_refusal(error, may_free):  # the first refusal of this job
+                yield Event(number, plan.job_id, obstacle=error)
+        except CeilingTooLow as error:
             if self.running:
                 self.waits_for_money = True
             else:
                 del self.waiting[number]
-                yield Event(number, plan.job_id, obstacle=limit)
+                yield Event(number, plan.job_id, obstacle=error)
         else:
             del self.waiting[number]
             self.running[number] = plan.job_id
@@ -158,9 +158,9 @@ class GroupRun:
             yield Event(number, plan.job_id, continued=plan.job.resume)
 
     def may_free_quota(self, instances: Collection[str]) -> bool:
-        """True if any job of the caller on these instances runs, or ended minutes ago.
+        """True if any job of the caller on these instance types runs, or has just ended.
 
-        SageMaker may count a job for a while after its end.
+        SageMaker may count a job for up to PATIENCE_SECONDS after its end.
         """
         if self.running:
             return True
@@ -247,10 +247,11 @@ class SweepRun(GroupRun):
                 del self.tries[number]
 
     def events(self) -> Iterator[Event]:
+        # A sweep that continues was locked before it was planned.
         with self.plan.lock or lock_sweep(self.name, self.settings):
-            for number, limit in self.plan.unaffordable.items():
+            for number, error in self.plan.unaffordable.items():
                 job_id = self.plan.next_member(number).job_id
-                yield Event(number, job_id, obstacle=limit)
+                yield Event(number, job_id, obstacle=error)
             if self.waiting or self.running:
                 self.allow_starts()
             for event in super().events():
@@ -266,7 +267,7 @@ class SweepRun(GroupRun):
         write_mark(self.mark, self.settings, may_run=True)
 
     def job_directory(self) -> str:
-        """The directory or prefix of a job of the sweep."""
+        """The directory or S3 prefix of one job of the sweep, no matter which."""
         if self.plan.first_plan is None:
             job_id = next(iter(self.running.values()))
             return self.backend.directories(job_id)[0]

@@ -15,24 +15,25 @@ from sm_nanogpt.launcher.tracking import check_yours
 
 
 def lock_sweep(sweep_id: str, settings: Settings) -> IO[str]:
-    """Open a file that keeps other commands of this machine from running a sweep, until it is
-    closed: two commands would start each job twice. Raises ServiceError if another command runs it.
+    """Open a file that, until it is closed, keeps other commands here from running a sweep.
+
+    Two commands would start each job twice. Raises ServiceError if another command runs the sweep.
     """
     path = ledger_path(sweep_id, settings).with_suffix(".running")
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("w")
     if not locks.lock(file, wait=False):
         problem = f"another command runs sweep {sweep_id}"
-        raise ServiceError(problem, "sweep-is-running", group=sweep_id)
+        raise ServiceError(problem, code="sweep-is-running", group=sweep_id)
     return file
 
 
 def stop_mark(sweep_id: str, job_directory: str, settings: Settings) -> str:
     """The path or URI of the file that says whether a sweep may start jobs.
 
-    It may start jobs while the file holds `run`. Whoever deletes the sweep deletes the file. Any
-    machine may stop or delete a sweep on SageMaker, so its file is in the store, beside
-    `job_directory`, the directory of one of its jobs.
+    The sweep may start jobs while the file holds `run`. Whoever deletes the sweep deletes the file.
+    Any machine may stop or delete a sweep on SageMaker, so its file is in the store. job_directory:
+    the directory or S3 prefix of one of its jobs.
     """
     if not job_directory.startswith("s3://"):
         return str(ledger_path(sweep_id, settings).with_suffix(".stop"))

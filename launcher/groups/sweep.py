@@ -19,7 +19,7 @@ from sm_nanogpt.launcher.launching.names import ledger_path
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.values import plain
 
-Values = Mapping[str, Sequence[Scalar]]  # what a sweep varies, by name
+Values = Mapping[str, Sequence[Scalar]]  # the values that a sweep tries, by hyperparameter
 DEFAULT_FIRST_SEED = 1337  # the first of a sweep's seeds
 MODEL_CHOICES = ("size", "preset")  # fields of a request that a sweep varies as hyperparameters
 
@@ -27,8 +27,8 @@ MODEL_CHOICES = ("size", "preset")  # fields of a request that a sweep varies as
 class Sweep(Document):
     """A grid of jobs. Its members are numbered from 1."""
 
-    job: Request  # what all of them share
-    members: list[dict[str, Scalar]]  # what each of them varies
+    job: Request  # what all jobs share
+    members: list[dict[str, Scalar]]  # the values of each job, by the hyperparameters that vary
     parallel: Annotated[Count, Field(ge=1)]  # jobs that run at a time
     # USD that each job may cost under a ceiling, without a time limit: the same for all, so that
     # all get the same time limit.
@@ -109,7 +109,7 @@ def check_varied(varied: Values, request: Request, seeds: int) -> None:
         set_by_request.update(MODEL_CHOICES)
     both = varied.keys() & set_by_request
     if both:
-        raise InputError("is given twice", "swept-and-set", "sweep", min(both))
+        raise InputError("is given twice", code="swept-and-set", field="sweep", value=min(both))
     if varied.keys() >= set(MODEL_CHOICES):
         problem = "a preset sets the size of the model too; vary one of the two"
         raise InputError(problem, field="sweep", value="size")
