@@ -134,7 +134,7 @@ def did_you_mean(typed: str, names: Iterable[str], limit: int = 3, cutoff: float
     return f"did you mean {' or '.join(matches)}?"
 
 
-def unknown_characters(name: str, unknown: Iterable[str]) -> InputError:
+def unknown_characters_error(name: str, unknown: Iterable[str]) -> InputError:
     """Return the error for a text with characters that the model's vocabulary lacks.
 
     name is that of the text.

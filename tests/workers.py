@@ -72,7 +72,7 @@ def worker_that_sends(*messages: bytes, patience: float = 60.0) -> Worker:
     """The judge's end of a process that sends messages and then waits, until it is killed."""
     worker = Worker.__new__(Worker)
     worker.pipe, theirs = Pipe()
-    worker.directory, worker.patience = Path("model"), patience
+    worker.directory, worker.max_answer_seconds = Path("model"), patience
     worker.tokenizer = tokenizer_of("abc")
     worker.program = Mock(kill=theirs.close)
     worker.describe_end = lambda: "answers no more"  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from sm_nanogpt.launcher.judge.causality import CUTS, Cut, draw_cuts, in_passes  # noqa: E402
+from sm_nanogpt.launcher.judge.causality import TOTAL_CUTS, Cut, draw_cuts, in_passes  # noqa: E402
 from sm_nanogpt.launcher.judge.evaluate import EDITED  # noqa: E402
 from sm_nanogpt.launcher.judge.score import ScoredSpan, window_spans  # noqa: E402
 from sm_nanogpt.launcher.judge.worker import PASS_TOKENS  # noqa: E402
@@ -65,7 +65,7 @@ class Evaluation:
 def evaluation(text: Text, chance: random.Random) -> Evaluation:
     windows = window_spans(text.n_tokens, text.context)
     scored = [range(counted - begin, end - begin) for begin, end, counted in windows]
-    cuts = draw_cuts(scored, CUTS // text.n_processes, chance)
+    cuts = draw_cuts(scored, TOTAL_CUTS // text.n_processes, chance)
     return Evaluation(windows, in_passes(cuts, chance))
 
 
@@ -128,7 +128,7 @@ def main() -> None:
     )
     parser.add_argument("--evaluations", type=int, default=1000, metavar="N")
     n: int = parser.parse_args().evaluations
-    print(f"Missed of {n:,} evaluations of {CUTS:,} cuts:\n")
+    print(f"Missed of {n:,} evaluations of {TOTAL_CUTS:,} cuts:\n")
     print(f"| | {' | '.join(TEXTS)} |")
     print("|---" * (1 + len(TEXTS)) + "|")
     for share in LEAKS:

@@ -35,7 +35,7 @@ from measure import CLI, ROOT, Failed, Process, Report, as_arguments, started
 from trainers import SHAPES
 
 sys.path.insert(0, str(ROOT))
-from sm_nanogpt.launcher.judge.evaluation import Passage, margin, total
+from sm_nanogpt.launcher.judge.evaluation import Passage, margin_of_bits, total
 
 TIMES = (0, 1, 4, 16, 64)  # that a canary is planted
 FALSE_ALARM = 14.0  # bits
@@ -101,11 +101,12 @@ def count(part, function):
     return counted
 
 for owner, name, part in (
-    (evaluate, "check_causal", "causality"), (evaluate, "losses", "scoring"),
+    (evaluate, "check_causal", "causality"), (evaluate, "losses_of_documents", "scoring"),
     (worker.Worker, "sample", "samples"),
-    (anchors, "xz", "xz"), (anchors, "ngram", "5-gram"), (anchors, "overlap", "overlap"),
-    (anchors, "longest_run", "longest run"), (worker.Worker, "__init__", "start of workers"),
-    (evaluate, "encode_known", "reading and encoding"),
+    (anchors, "xz_bits_per_byte", "xz"), (anchors, "ngram_bits_per_byte", "5-gram"),
+    (anchors, "shared_fraction", "overlap"),
+    (anchors, "longest_copy", "longest run"), (worker.Worker, "__init__", "start of workers"),
+    (evaluate, "encode_known_characters", "reading and encoding"),
     (texts, "read_texts", "reading and encoding"),
     (evaluate, "training_of", "reading and encoding"),
 ):
@@ -251,7 +252,7 @@ def cover(parts: Sequence[Passage], samples: int, chance: random.Random) -> floa
     for _ in range(samples):
         sample = chance.choices(parts, k=TAKEN)
         error = abs(total(sample).bits_per_byte - truth)
-        if error <= (margin(sample) or 0.0):
+        if error <= (margin_of_bits(sample) or 0.0):
             n_covered += 1
     return n_covered / samples
 

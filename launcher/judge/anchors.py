@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sm_nanogpt.launcher.text.repeats import RUN_BYTES
 
-ORDER = 5  # the largest n of the n-gram model
+NGRAM_ORDER = 5  # the largest n of the n-gram model
 LEARNED_BYTES = 1 << 23  # bytes of the training text from which the n-gram model learns
-BLOCK = 1 << 16  # bytes of a block that is sampled from a longer text
+BLOCK_BYTES = 1 << 16  # bytes of a block that is sampled from a longer text
 
 
 def as_tensor(content: bytes | bytearray) -> Tensor:
@@ -27,7 +27,7 @@ def as_tensor(content: bytes | bytearray) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def xz(content: bytes) -> float:
+def xz_bits_per_byte(content: bytes) -> float:
     """Bits per byte of a text that `xz -9e` packs, without the header of the file."""
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
     packed = lzma.compress(content, lzma.FORMAT_RAW, filters=filters)
@@ -57,12 +57,12 @@ def sample_blocks(training: Tensor) -> Tensor:
     n_parts = math.ceil(len(training) / LEARNED_BYTES)
     if n_parts == 1:
         return training
-    distance = n_parts * BLOCK
+    distance = n_parts * BLOCK_BYTES
     n_blocks = len(training) // distance
-    return training[: n_blocks * distance].view(n_blocks, distance)[:, :BLOCK].flatten()
+    return training[: n_blocks * distance].view(n_blocks, distance)[:, :BLOCK_BYTES].flatten()
 
 
-def ngram(training: Tensor, content: Tensor) -> float:
+def ngram_bits_per_byte(training: Tensor, content: Tensor) -> float:
     """Bits per byte of an n-gram model of the training text on a text.
 
     Orders are interpolated as by Witten and Bell: the more different continuations a context has,
@@ -71,7 +71,7 @@ def ngram(training: Tensor, content: Tensor) -> float:
     """
     learned = sample_blocks(training)
     p = torch.full((len(content),), 1 / 256, dtype=torch.float64)
-    for n in range(1, ORDER + 1):
+    for n in range(1, NGRAM_ORDER + 1):
         keys, counts = grams(learned, n).unique(return_counts=True)
         contexts, context_of_gram, continuations = (keys >> 8).unique_consecutive(True, True)
         totals = torch.zeros(len(contexts), dtype=torch.int64)
@@ -90,11 +90,11 @@ def ngram(training: Tensor, content: Tensor) -> float:
 # -- runs of bytes that the training text contains -------------------------------------------------
 
 # The hash of a run is a polynomial modulo 2**64, with a random number for each value of a byte.
-# POWER is odd, so that each of its powers has an inverse.
-POWER = 0x9E3779B97F4A7C15
+# HASH_BASE is odd, so that each of its powers has an inverse.
+HASH_BASE = 0x9E3779B97F4A7C15
 GENERATOR = torch.Generator().manual_seed(1)
-TABLE = torch.randint(-(1 << 62), 1 << 62, (256,), generator=GENERATOR)
-CHUNK = 1 << 22  # bytes that are hashed at once
+BYTE_CODES = torch.randint(-(1 << 62), 1 << 62, (256,), generator=GENERATOR)
+CHUNK_BYTES = 1 << 22  # bytes that are hashed at once
 
 
 def powers(base: int, n: int) -> Tensor:
@@ -105,14 +105,14 @@ def powers(base: int, n: int) -> Tensor:
 
 def hashes(content: Tensor, length: int) -> Tensor:
     """The hash of each run of `length` bytes, in the order of their beginnings, int64."""
-    inverse = pow(POWER, -1, 1 << 64)
-    terms = TABLE[content.int()] * powers(POWER, len(content))
+    inverse = pow(HASH_BASE, -1, 1 << 64)
+    terms = BYTE_CODES[content.int()] * powers(HASH_BASE, len(content))
     sums = F.pad(terms.cumsum(0), (1, 0))
     sums_of_runs = sums[length:] - sums[:-length]
     return sums_of_runs * powers(inverse, len(sums_of_runs))
 
 
-def find_hashes(training: Tensor, queries: Tensor, length: int) -> Tensor:
+def contains_hashes(training: Tensor, queries: Tensor, length: int) -> Tensor:
     """For each hash of a run of `length` bytes, True if the training text contains such a run.
 
     Returns bool [len(queries)].
@@ -121,8 +121,8 @@ def find_hashes(training: Tensor, queries: Tensor, length: int) -> Tensor:
     is_found = torch.zeros(len(keys), dtype=torch.bool)
     if not len(keys):
         return is_found
-    for begin in range(0, len(training), CHUNK):
-        run_hashes = hashes(training[begin : begin + CHUNK + length - 1], length)
+    for begin in range(0, len(training), CHUNK_BYTES):
+        run_hashes = hashes(training[begin : begin + CHUNK_BYTES + length - 1], length)
         index = torch.searchsorted(keys, run_hashes).clamp_(max=len(keys) - 1)
         is_key = keys[index] == run_hashes
         is_found[index[is_key]] = True
@@ -138,7 +138,7 @@ def with_one_space(content: Tensor) -> tuple[Tensor, Tensor]:
     parts = []
     is_kept = []
     follows_space = False
-    for part in content.split(CHUNK):
+    for part in content.split(CHUNK_BYTES):
         is_space = (part == ord(" ")) | ((part >= ord("\t")) & (part <= ord("\r")))
         is_repeated = is_space & F.pad(is_space[:-1], (1, 0), value=follows_space)
         parts.append(part.masked_fill(is_space, ord(" "))[~is_repeated])
@@ -147,7 +147,7 @@ def with_one_space(content: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(parts), torch.cat(is_kept)
 
 
-def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:
+def shared_fraction(training: Tensor, texts: Sequence[Tensor]) -> float:
     """The fraction of the bytes of the texts, 0 to 1, that the training text also contains.
 
     A byte counts if it lies in a shared run of at least RUN_BYTES. Before the comparison, each run
@@ -157,7 +157,7 @@ def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:
     spaced = [with_one_space(text) for text in texts]
     run_hashes = [hashes(text, RUN_BYTES) for text, _ in spaced]
     # One call for all texts, as it reads the training text once.
-    is_found = find_hashes(training, torch.cat(run_hashes), RUN_BYTES).long()
+    is_found = contains_hashes(training, torch.cat(run_hashes), RUN_BYTES).long()
     run_counts = [len(text_hashes) for text_hashes in run_hashes]
     found_in_texts = is_found.split(run_counts)  # 1 where a run begins that is found
 
@@ -173,7 +173,7 @@ def overlap(training: Tensor, texts: Sequence[Tensor]) -> float:
     return n_shared / sum(map(len, texts))
 
 
-def longest_run(training: Tensor, texts: Sequence[Tensor]) -> int:
+def longest_copy(training: Tensor, texts: Sequence[Tensor]) -> int:
     """The number of bytes of the longest run of any of the texts that the training text contains.
 
     Texts are compared after each run of white space is replaced by one space.
@@ -186,7 +186,7 @@ def longest_run(training: Tensor, texts: Sequence[Tensor]) -> int:
     while low < high:
         length = (low + high + 1) // 2
         run_hashes = torch.cat([hashes(text, length) for text in texts])
-        if find_hashes(training, run_hashes, length).any():
+        if contains_hashes(training, run_hashes, length).any():
             low = length
         else:
             high = length - 1

@@ -27,18 +27,19 @@ from sm_nanogpt.entry_point.conversations import IGNORED
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.files.progress import Progress, no_progress
 from sm_nanogpt.launcher.judge.score import cut_windows, nats_of
-from sm_nanogpt.launcher.judge.texts import Encoded
+from sm_nanogpt.launcher.judge.texts import EncodedDocument
 from sm_nanogpt.launcher.judge.worker import Worker
 
 # So many cuts check a model that an edited folder computes. If it looks ahead at one of 2,000
 # positions and gains 10 nats at each, it gains 0.005 nats. These cuts miss it in one of 1,000
 # evaluations.
-CUTS = 14_336
+TOTAL_CUTS = 14_336
 MAX_LANES = 64
 MIN_LANE_LENGTH = 8  # windows
-ALONE = 64  # the first rows come one by one, while the process has seen little of the text
-ROUNDING = 1e-3  # nats by which a loss may differ
-RELATIVE_ROUNDING = 1e-5  # the share of a large loss by which it may differ
+# So many first rows come one by one, while the process has seen little of the text.
+MIN_SINGLE_ROWS = 64
+MAX_ROUNDING_NATS = 1e-3  # nats by which a loss may differ
+MAX_RELATIVE_ROUNDING = 1e-5  # the share of a large loss by which it may differ
 
 
 class NotCausal(ServiceError):
@@ -92,7 +93,7 @@ def in_passes(cuts: Sequence[Sequence[Cut]], rng: Random) -> Iterator[list[Cut]]
     for cuts_of_lanes in zip_longest(*lanes, fillvalue=()):  # the cuts of a window of each lane
         for next_cuts in zip_longest(*cuts_of_lanes):
             cuts_of_pass = [cut for cut in next_cuts if cut is not None]
-            if n_alone < ALONE:
+            if n_alone < MIN_SINGLE_ROWS:
                 n_alone += len(cuts_of_pass)
                 yield from ([cut] for cut in cuts_of_pass)
             else:
@@ -114,7 +115,7 @@ class ScoredWindow:
 
 
 def scored_windows(
-    worker: Worker, encoded: Sequence[Encoded], nats: Sequence[Tensor]
+    worker: Worker, encoded: Sequence[EncodedDocument], nats: Sequence[Tensor]
 ) -> list[ScoredWindow]:
     """The windows of the documents. nats has the losses of each document's tokens, float64 [n]."""
     windows = cut_windows(encoded, worker.tokenizer.start, worker.block_size)
@@ -130,7 +131,7 @@ def scored_windows(
 
 def check_causal(
     worker: Worker,
-    encoded: Sequence[Encoded],
+    encoded: Sequence[EncodedDocument],
     nats: Sequence[Tensor],
     n_cuts: int,
     progress: Progress = no_progress,
@@ -191,7 +192,7 @@ def find_difference(
     for cut, losses in zip(cuts, nats_of(logits, targets), strict=True):
         expected = scored[cut.window].nats[: len(losses)]
         difference = (losses - expected).abs()
-        agrees = difference <= ROUNDING + RELATIVE_ROUNDING * expected  # NaN does not
+        agrees = difference <= MAX_ROUNDING_NATS + MAX_RELATIVE_ROUNDING * expected  # NaN does not
         if not agrees.all():
             return float(difference.max())
     return None
@@ -216,7 +217,9 @@ def rows_of_cuts(
     return rows
 
 
-def explain_difference(worker: Worker, encoded: Sequence[Encoded], difference: float) -> str:
+def explain_difference(
+    worker: Worker, encoded: Sequence[EncodedDocument], difference: float
+) -> str:
     """The message for losses that differ by so many nats. It names the position that looks ahead,
     if `find_leak` finds one."""
     rows = rows_of_text(worker, encoded)
@@ -227,7 +230,7 @@ def explain_difference(worker: Worker, encoded: Sequence[Encoded], difference: f
     return f"{cause}; its val_loss means nothing"
 
 
-def rows_of_text(worker: Worker, encoded: Sequence[Encoded]) -> Tensor:
+def rows_of_text(worker: Worker, encoded: Sequence[EncodedDocument]) -> Tensor:
     """All documents, one after the other, in rows as long as the model's context, int64 [n, T].
 
     There are at least 2 rows: a short text is repeated.

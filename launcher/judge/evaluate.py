@@ -13,12 +13,12 @@ from torch import Tensor
 
 from sm_nanogpt.launcher.errors import LauncherError
 from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
-from sm_nanogpt.launcher.judge.causality import CUTS, check_causal
+from sm_nanogpt.launcher.judge.causality import TOTAL_CUTS, check_causal
 from sm_nanogpt.launcher.judge.evaluation import (
     UNMEASURED,
     Evaluation,
     Passage,
-    margin,
+    margin_of_bits,
     save_evaluation,
     total,
 )
@@ -29,11 +29,18 @@ from sm_nanogpt.launcher.judge.probes import (
     read_canaries,
     read_questions,
 )
-from sm_nanogpt.launcher.judge.score import MANY, PASSAGE, WORST, losses, passages, whole_document
+from sm_nanogpt.launcher.judge.score import (
+    MIN_DOCUMENTS,
+    PASSAGE_BYTES,
+    WORST_PASSAGE_BYTES,
+    losses_of_documents,
+    passages,
+    whole_document,
+)
 from sm_nanogpt.launcher.judge.texts import (
-    Encoded,
+    EncodedDocument,
     Text,
-    encode_known,
+    encode_known_characters,
     training_corpus,
     training_of,
 )
@@ -56,7 +63,7 @@ class Effort:
 # The packaged model is known not to look ahead; a few cuts show that nothing is broken.
 PACKAGED = Effort(n_processes=1, n_cuts=128, n_samples=100)
 # An edited model has no cache of keys and values, so it samples slowly.
-EDITED = Effort(n_processes=4, n_cuts=CUTS, n_samples=10)
+EDITED = Effort(n_processes=4, n_cuts=TOTAL_CUTS, n_samples=10)
 
 
 def evaluate(
@@ -90,7 +97,7 @@ def evaluate(
     n_cuts = effort.n_cuts // effort.n_processes
 
     with Worker(directory, settings, entry_point) as worker:
-        encoded = encode_known(texts, worker.tokenizer)
+        encoded = encode_known_characters(texts, worker.tokenizer)
         exposures = measure_exposure(worker, canaries)
         answers = count_right_answers(worker, conversations)
         corpus = training_corpus(model, directory, settings, UNMEASURED)
@@ -98,7 +105,7 @@ def evaluate(
 
         n_tokens = sum(len(document.ids) for document in encoded)
         expect(progress, n_tokens + effort.n_processes * min(n_tokens, n_cuts))
-        nats = losses(worker, encoded, progress)
+        nats = losses_of_documents(worker, encoded, progress)
         subject = Subject(worker, encoded, training, effort.n_samples)
         values = measure_anchors(subject)
 
@@ -109,24 +116,24 @@ def evaluate(
 
     documents = list(map(whole_document, encoded, nats))
     parts = documents
-    if len(documents) < MANY:
-        parts = all_passages(encoded, nats, PASSAGE)
+    if len(documents) < MIN_DOCUMENTS:
+        parts = all_passages(encoded, nats, PASSAGE_BYTES)
     unit = "documents"
     if len(parts) > len(documents):
-        unit = f"passages of {PASSAGE:,} bytes"
+        unit = f"passages of {PASSAGE_BYTES:,} bytes"
 
     whole = total(documents)
     n_unknown = sum(document.n_unknown for document in encoded)
     unknown_nats = sum(float(document.unknown_nats.sum()) for document in encoded)
     loss = torch.tensor(whole.nats / (whole.tokens + n_unknown), dtype=torch.float64)
-    passages_by_loss = worst_first(all_passages(encoded, nats, WORST))
+    passages_by_loss = worst_first(all_passages(encoded, nats, WORST_PASSAGE_BYTES))
     evaluation = Evaluation(
         model=model,
         text=text,
         size=whole.size,
         tokens=whole.tokens,
         bits_per_byte=whole.bits_per_byte,
-        half=margin(parts),
+        half=margin_of_bits(parts),
         n_unknown=n_unknown,
         unknown_bits=replace(whole, nats=unknown_nats).bits_per_byte,
         unit=unit,
@@ -150,7 +157,7 @@ def evaluate(
 
 
 def all_passages(
-    encoded: Sequence[Encoded], nats: Sequence[Tensor], part_bytes: int
+    encoded: Sequence[EncodedDocument], nats: Sequence[Tensor], part_bytes: int
 ) -> list[Passage]:
     """The passages of all documents, each of about part_bytes bytes."""
     parts = list[Passage]()
@@ -162,4 +169,6 @@ def all_passages(
 def worst_first(parts: Sequence[Passage]) -> list[Passage]:
     """Sort parts by bits per byte, the highest first. Very short parts, whose bits vary by chance,
     come last."""
-    return sorted(parts, key=lambda part: (part.size < WORST // 2, -part.bits_per_byte))
+    return sorted(
+        parts, key=lambda part: (part.size < WORST_PASSAGE_BYTES // 2, -part.bits_per_byte)
+    )

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 N_STRETCHES = 10  # of a text, by which its interval is computed; each has at least one part
 T_QUANTILE = 2.262  # 97.5 % of Student's t distribution with N_STRETCHES - 1 degrees are below it
-BITS = 1 / math.log(2)  # of a nat
+BITS_PER_NAT = 1 / math.log(2)  # of a nat
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Passage:
 
     @property
     def bits_per_byte(self) -> float:
-        return BITS * self.nats / max(1, self.size)
+        return BITS_PER_NAT * self.nats / max(1, self.size)
 
 
 def total(parts: Sequence[Passage]) -> Passage:
@@ -44,7 +44,7 @@ def total(parts: Sequence[Passage]) -> Passage:
     )
 
 
-def margin(parts: Sequence[Passage]) -> float | None:
+def margin_of_bits(parts: Sequence[Passage]) -> float | None:
     """Half of the 95 % interval of the bits per byte of all parts; None for fewer than N_STRETCHES.
 
     The parts are in the order of the text. Neighbors are alike, so an interval from single parts
@@ -61,7 +61,7 @@ def margin(parts: Sequence[Passage]) -> float | None:
         begin = n * number // N_STRETCHES
         end = n * (number + 1) // N_STRETCHES
         stretch = total(parts[begin:end])
-        squares += (BITS * stretch.nats - whole.bits_per_byte * stretch.size) ** 2
+        squares += (BITS_PER_NAT * stretch.nats - whole.bits_per_byte * stretch.size) ** 2
     error = math.sqrt(squares * N_STRETCHES / (N_STRETCHES - 1)) / max(1, whole.size)
     return T_QUANTILE * error
 
@@ -169,7 +169,7 @@ class Evaluation:
         differences = []
         for part, other in zip(self.parts, first.parts, strict=True):
             differences.append(replace(part, nats=part.nats - other.nats))
-        return with_interval(total(differences).bits_per_byte, margin(differences))
+        return with_interval(total(differences).bits_per_byte, margin_of_bits(differences))
 
 
 def formatted(value: float | None, spec: str, suffix: str = "") -> str:

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from sm_nanogpt.launcher.judge import anchors
-from sm_nanogpt.launcher.judge.score import losses, whole_document
-from sm_nanogpt.launcher.judge.texts import Encoded, TrainingText, encode
+from sm_nanogpt.launcher.judge.score import losses_of_documents, whole_document
+from sm_nanogpt.launcher.judge.texts import EncodedDocument, TrainingText, encode_texts
 from sm_nanogpt.launcher.judge.worker import Worker
 from sm_nanogpt.launcher.text.ids import content_of
 
 logger = logging.getLogger(__name__)
 
 SAMPLE_TOKENS = 500
-MEMORY = 0.5  # with more overlap, a loss measures memory
+MAX_OVERLAP = 0.5  # with more overlap, a loss measures memory
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Subject:
     """A model, the texts that it is judged on, and the text that it has learned from."""
 
     worker: Worker
-    encoded: Sequence[Encoded]
+    encoded: Sequence[EncodedDocument]
     training: TrainingText | None  # None: it is not on this machine
     n_samples: int  # samples in which copies of the training text are looked for
 
@@ -65,7 +65,7 @@ def xz(subject: Subject) -> float | None:
     """Bits per byte of a compressor on the texts; None for conversations."""
     if subject.has_chats:
         return None
-    return anchors.xz(b"".join(document.text.content for document in subject.encoded))
+    return anchors.xz_bits_per_byte(b"".join(document.text.content for document in subject.encoded))
 
 
 def ngram(subject: Subject) -> float | None:
@@ -73,27 +73,27 @@ def ngram(subject: Subject) -> float | None:
     training text is not here."""
     if subject.training is None or subject.has_chats:
         return None
-    return anchors.ngram(subject.training.content, torch.cat(subject.contents))
+    return anchors.ngram_bits_per_byte(subject.training.content, torch.cat(subject.contents))
 
 
 def validation(subject: Subject) -> float | None:
     """Bits per byte of the model on its own validation text; None if that text is not here."""
     if subject.training is None or subject.training.validation is None:
         return None
-    [document] = encode([subject.training.validation], subject.worker.tokenizer)
-    [nats] = losses(subject.worker, [document])
+    [document] = encode_texts([subject.training.validation], subject.worker.tokenizer)
+    [nats] = losses_of_documents(subject.worker, [document])
     return whole_document(document, nats).bits_per_byte
 
 
 def overlap(subject: Subject) -> float | None:
     """The fraction of the texts that the training text contains; None if that is not here.
 
-    Warns if the fraction is over MEMORY.
+    Warns if the fraction is over MAX_OVERLAP.
     """
     if subject.training is None:
         return None
-    fraction = anchors.overlap(subject.training.content, subject.contents)
-    if fraction > MEMORY:
+    fraction = anchors.shared_fraction(subject.training.content, subject.contents)
+    if fraction > MAX_OVERLAP:
         logger.warning(f"{fraction:.0%} of the bytes stand in the training text: this tests memory")
     return fraction
 
@@ -107,4 +107,4 @@ def copied(subject: Subject) -> int | None:
         [None], num_samples=subject.n_samples, max_new_tokens=SAMPLE_TOKENS
     )
     contents = [anchors.as_tensor(sample.encode()) for sample in samples]
-    return anchors.longest_run(subject.training.content, contents)
+    return anchors.longest_copy(subject.training.content, contents)

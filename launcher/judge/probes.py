@@ -15,17 +15,17 @@ import torch
 
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.judge.evaluation import Canary
-from sm_nanogpt.launcher.judge.score import losses
-from sm_nanogpt.launcher.judge.texts import Text, encode
+from sm_nanogpt.launcher.judge.score import losses_of_documents
+from sm_nanogpt.launcher.judge.texts import Text, encode_texts
 from sm_nanogpt.launcher.judge.worker import Worker
 from sm_nanogpt.launcher.models.sample import check_known
 from sm_nanogpt.launcher.text.chats import turns_of
 from sm_nanogpt.launcher.text.formats import JSON_LINES
 from sm_nanogpt.launcher.text.reading import detect_file, open_text
 
-OTHER_SECRETS = 200  # random secrets that each secret is compared with
+N_OTHER_SECRETS = 200  # random secrets that each secret is compared with
 CANARY = re.compile(r"(.*?)\{([^}]*[0-9A-Za-z][^}]*)\}(.*)")  # beginning, secret, and end
-MORE_TOKENS = 8  # an answer may have as many tokens as the right one has bytes, and these
+EXTRA_ANSWER_TOKENS = 8  # an answer may have as many tokens as the right one has bytes, and these
 
 
 def read_canaries(path: Path) -> list[str]:
@@ -62,10 +62,10 @@ def exposure_of(worker: Worker, line: str, vocabulary: str) -> float:
     random = Random(line)
     pools = [alternatives(character, vocabulary) for character in secret]
     secrets = [secret]
-    for _ in range(OTHER_SECRETS):
+    for _ in range(N_OTHER_SECRETS):
         secrets.append("".join(map(random.choice, pools)))
     texts = [Text(line, [f"{beginning}{drawn}{end}"]) for drawn in secrets]
-    nats = losses(worker, encode(texts, worker.tokenizer))
+    nats = losses_of_documents(worker, encode_texts(texts, worker.tokenizer))
 
     loss, *other_losses = torch.stack([document.sum() for document in nats])
     deviation, mean = torch.std_mean(torch.stack(other_losses))
@@ -134,7 +134,7 @@ def count_right_answers(
         check_known(worker.tokenizer, text, question.position)
     longest = max((len(question.answer.encode()) for question in questions), default=0)
     prompts = [question.messages for question in questions]
-    answers = worker.sample(prompts, max_new_tokens=longest + MORE_TOKENS, temperature=0.0)
+    answers = worker.sample(prompts, max_new_tokens=longest + EXTRA_ANSWER_TOKENS, temperature=0.0)
 
     right = Counter[str]()
     total = Counter[str]()

@@ -21,7 +21,7 @@ from sm_nanogpt.entry_point.data import (
 from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.entry_point.text import Corpus
 from sm_nanogpt.launcher.models.quantization import (
-    BITS,
+    BIT_WIDTHS,
     Quantized,
     quantize_model,
     with_quantized_weights,
@@ -29,9 +29,9 @@ from sm_nanogpt.launcher.models.quantization import (
 
 logger = logging.getLogger(__name__)
 
-MAX_COST = 0.005  # bits per byte that rounding may add to the loss
+MAX_COST_BITS = 0.005  # bits per byte that rounding may add to the loss
 STANDARD_ERRORS = 2  # are added to the cost, since a short text measures it badly
-PART = 64  # neighboring tokens, whose mean cost is one measurement
+PART_TOKENS = 64  # neighboring tokens, whose mean cost is one measurement
 MIN_PARTS = 8  # fewer parts may be alike by chance
 VALIDATION_TOKENS = 1 << 16  # on which the cost is measured
 UNMEASURED_BITS = 8  # the bits of a weight, if there is no text to measure on
@@ -61,25 +61,26 @@ class Rounding:
 def round_weights(model: GPT, corpus: Corpus | None, bits: int | None = None) -> Rounding:
     """Round the weights of a model to `bits` bits.
 
-    By default, these are the fewest bits that raise the loss by at most MAX_COST, on the validation
-    text and probably on other text of its kind.
+    By default, these are the fewest bits that raise the loss by at most MAX_COST_BITS, on the
+    validation text and probably on other text of its kind. If the corpus is None, the cost is not
+    measured, and the default is UNMEASURED_BITS.
     """
     if corpus is None:
         bits = bits or UNMEASURED_BITS
         return Rounding(bits, quantize_model(model, bits))
     exact = measure_losses(model, corpus)
-    choices = BITS if bits is None else (bits,)
+    choices = BIT_WIDTHS if bits is None else (bits,)
     for choice in choices:
         parameters = quantize_model(model, choice)
         rounded = measure_losses(with_quantized_weights(model, parameters), corpus)
         rounding = Rounding(choice, parameters, exact.bits_per_byte, rounded.bits_per_byte)
-        if largest_cost(exact, rounded) <= MAX_COST:
+        if largest_cost(exact, rounded) <= MAX_COST_BITS:
             break
     return rounding
 
 
 @dataclass(frozen=True)
-class Losses:
+class TokenLosses:
     """The loss of each learned token of a validation text, in nats, float64 [n]."""
 
     nats: Tensor
@@ -90,15 +91,15 @@ class Losses:
         return float(self.nats.mean()) / self.bytes_per_token / math.log(2)
 
 
-def largest_cost(exact: Losses, rounded: Losses) -> float:
+def largest_cost(exact: TokenLosses, rounded: TokenLosses) -> float:
     """What rounding costs on the text, plus STANDARD_ERRORS, in bits per byte; infinite for a text
     of fewer than MIN_PARTS.
 
     Without the standard errors, a text of 2,000 characters would show too low a cost by chance: a
-    fifth of the models then cost over MAX_COST on other text of its kind.
+    fifth of the models then cost over MAX_COST_BITS on other text of its kind.
     """
     differences = rounded.nats - exact.nats
-    parts = torch.stack([part.sum() for part in differences.split(PART)])
+    parts = torch.stack([part.sum() for part in differences.split(PART_TOKENS)])
     if len(parts) < MIN_PARTS:
         return math.inf
     standard_error = float(parts.std()) * math.sqrt(len(parts)) / len(differences)
@@ -107,7 +108,7 @@ def largest_cost(exact: Losses, rounded: Losses) -> float:
 
 
 @torch.inference_mode()
-def measure_losses(model: GPT, corpus: Corpus) -> Losses:
+def measure_losses(model: GPT, corpus: Corpus) -> TokenLosses:
     """The losses of the first VALIDATION_TOKENS of a corpus, in the windows in which train.py
     evaluates."""
     config = replace(model.config, eval_tokens=VALIDATION_TOKENS)
@@ -122,4 +123,4 @@ def measure_losses(model: GPT, corpus: Corpus) -> Losses:
             logits = model(inputs, end=end, chats=corpus.is_chat)
             losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
             nats.append(losses[targets.flatten() != IGNORED].double())
-    return Losses(torch.cat(nats), bytes_per_token(corpus, config))
+    return TokenLosses(torch.cat(nats), bytes_per_token(corpus, config))

@@ -16,14 +16,15 @@ from sm_nanogpt.entry_point.conversations import IGNORED
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.files.progress import Progress, no_progress
 from sm_nanogpt.launcher.judge.evaluation import Passage
-from sm_nanogpt.launcher.judge.texts import Encoded
+from sm_nanogpt.launcher.judge.texts import EncodedDocument
 from sm_nanogpt.launcher.judge.worker import Worker
 
-CONTEXT = 64  # tokens before each one that counts; half of the context, if that is less
-MANY = 20  # with so many documents, each is a part of the text; fewer are cut into passages
-EXCERPT_MARGIN = 30  # bytes that are shown before and behind the worst token of a passage
-PASSAGE = 1000  # bytes of a passage that is a part of the text
-WORST = 200  # bytes of a passage that is shown as one of the worst
+CONTEXT_TOKENS = 64  # tokens before each one that counts; half of the context, if that is less
+# So many documents are the parts of a text; fewer documents are cut into passages.
+MIN_DOCUMENTS = 20
+EXCERPT_BYTES = 30  # bytes that are shown before and behind the worst token of a passage
+PASSAGE_BYTES = 1000  # bytes of a passage that is a part of the text
+WORST_PASSAGE_BYTES = 200  # bytes of a passage that is shown as one of the worst
 
 
 class ScoredSpan(NamedTuple):
@@ -45,20 +46,20 @@ class Window(NamedTuple):
 def window_spans(n_inputs: int, window_size: int) -> list[ScoredSpan]:
     """Divide n_inputs into windows of at most window_size, in which each input counts once.
 
-    At least min(CONTEXT, window_size // 2) inputs of its window come before each input that counts,
-    except at the beginning.
+    At least min(CONTEXT_TOKENS, window_size // 2) inputs of its window come before each input that
+    counts, except at the beginning.
     """
     spans = []
     counted_from = 0
     while counted_from < n_inputs:
-        n_before = min(CONTEXT, window_size // 2) if counted_from else 0
+        n_before = min(CONTEXT_TOKENS, window_size // 2) if counted_from else 0
         end = min(n_inputs, counted_from + window_size - n_before)
         spans.append(ScoredSpan(max(0, end - window_size), end, counted_from))
         counted_from = end
     return spans
 
 
-def cut_windows(encoded: Sequence[Encoded], start: int, window_size: int) -> list[Window]:
+def cut_windows(encoded: Sequence[EncodedDocument], start: int, window_size: int) -> list[Window]:
     """The windows of all documents. The token `start` comes before each document."""
     windows = []
     for document in encoded:
@@ -82,7 +83,7 @@ def nats_of(logits: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
     return [*counted.split([int((row != IGNORED).sum()) for row in targets])]
 
 
-def score(
+def losses_of_windows(
     worker: Worker, windows: Sequence[Window], progress: Progress = no_progress
 ) -> list[Tensor]:
     """Compute the losses of the targets that count, in nats, float64 [n] for each window.
@@ -104,19 +105,19 @@ def score(
     return nats_of_windows
 
 
-def losses(
-    worker: Worker, encoded: Sequence[Encoded], progress: Progress = no_progress
+def losses_of_documents(
+    worker: Worker, encoded: Sequence[EncodedDocument], progress: Progress = no_progress
 ) -> tuple[Tensor, ...]:
     """The losses of the tokens of each document, in nats, float64 [n] for each."""
     windows = cut_windows(encoded, worker.tokenizer.start, worker.block_size)
-    nats = torch.cat(score(worker, windows, progress))
+    nats = torch.cat(losses_of_windows(worker, windows, progress))
     return nats.split([len(document.ids) for document in encoded])
 
 
 # -- documents and their parts ---------------------------------------------------------------------
 
 
-def whole_document(document: Encoded, nats: Tensor, excerpt: str = "") -> Passage:
+def whole_document(document: EncodedDocument, nats: Tensor, excerpt: str = "") -> Passage:
     """A document as one passage. nats: the losses of its tokens, float64 [n]."""
     counted = (nats + document.unknown_nats)[document.counts]
     return Passage(
@@ -128,14 +129,14 @@ def whole_document(document: Encoded, nats: Tensor, excerpt: str = "") -> Passag
     )
 
 
-def passages(document: Encoded, nats: Tensor, part_bytes: int) -> list[Passage]:
+def passages(document: EncodedDocument, nats: Tensor, part_bytes: int) -> list[Passage]:
     """A document in parts of about part_bytes bytes, which end at line breaks if there are any.
 
     A conversation is one part. nats: the losses of the document's tokens, float64 [n].
     """
     if document.text.is_chat:
         conversation = one_line(" ".join(document.text.pieces))
-        return [whole_document(document, nats, conversation[-2 * EXCERPT_MARGIN :])]
+        return [whole_document(document, nats, conversation[-2 * EXCERPT_BYTES :])]
 
     nats = nats + document.unknown_nats
     content = document.text.content
@@ -150,8 +151,8 @@ def passages(document: Encoded, nats: Tensor, part_bytes: int) -> list[Passage]:
         worst = begin  # the byte behind the token with the highest loss
         if len(nats_of_part):
             worst = int(token_ends[first + int(nats_of_part.argmax())])
-        excerpt_begin = max(begin, worst - EXCERPT_MARGIN)
-        excerpt_end = min(end, worst + EXCERPT_MARGIN)
+        excerpt_begin = max(begin, worst - EXCERPT_BYTES)
+        excerpt_end = min(end, worst + EXCERPT_BYTES)
         excerpt = content[excerpt_begin:excerpt_end].decode(errors="ignore")
         part = Passage(
             place=f"{document.text.position}, line {line}",

@@ -20,7 +20,7 @@ from sm_nanogpt.launcher.errors import (
     InputError,
     LauncherError,
     list_characters,
-    unknown_characters,
+    unknown_characters_error,
 )
 from sm_nanogpt.launcher.finding import find
 from sm_nanogpt.launcher.job import FULL_ID
@@ -66,7 +66,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedDocument:
     """A document as ids.
 
     A character that the model has never seen has no id. Its bytes, and what it costs, are added to
@@ -115,7 +115,7 @@ def read_texts(
     return texts
 
 
-def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
+def encode_texts(texts: Sequence[Text], tokenizer: Tokenizer) -> list[EncodedDocument]:
     """Encode texts as ids. Raises InputError if the model does not know a character of a text."""
     check_characters(texts, tokenizer)
     encoder = Encoder(tokenizer, "i")
@@ -130,11 +130,11 @@ def encode(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
         counts = ids >= 0  # an id that does not count is stored as ~id
         ids = torch.where(counts, ids, ~ids)
         unknown_nats = torch.zeros(len(ids), dtype=torch.float64)
-        encoded.append(Encoded(text, ids, counts, widths[ids], unknown_nats))
+        encoded.append(EncodedDocument(text, ids, counts, widths[ids], unknown_nats))
     return encoded
 
 
-def encode_known(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
+def encode_known_characters(texts: Sequence[Text], tokenizer: Tokenizer) -> list[EncodedDocument]:
     """Encode texts as ids, without the characters that a model of characters has never seen.
 
     An unknown character costs an escape and its bytes, of which all values are equally likely. The
@@ -148,14 +148,14 @@ def encode_known(texts: Sequence[Text], tokenizer: Tokenizer) -> list[Encoded]:
     for text in texts:
         unknown |= unknown_in(tokenizer, text.characters)
     if not unknown or any(text.is_chat for text in texts):
-        return encode(texts, tokenizer)
+        return encode_texts(texts, tokenizer)
 
     known_texts = [without_characters(text, unknown) for text in texts]
     n_characters = sum(len(text.characters) for text in texts)
     n_unknown = n_characters - sum(len(text.characters) for text in known_texts)
     share = n_unknown / n_characters
     encoded = []
-    for text, document in zip(texts, encode(known_texts, tokenizer), strict=True):
+    for text, document in zip(texts, encode_texts(known_texts, tokenizer), strict=True):
         encoded.append(with_unknown(document, text, unknown, share))
 
     names = list_characters(sorted(unknown))
@@ -170,14 +170,16 @@ def without_characters(text: Text, unknown: Set[str]) -> Text:
     Raises InputError if all are unknown, or if its lines end in CRLF and the model knows only LF.
     """
     if "\r" in unknown and "\r" in text.characters:
-        raise unknown_characters(text.position, "\r")
+        raise unknown_characters_error(text.position, "\r")
     known = "".join(character for character in text.characters if character not in unknown)
     if not known:
-        raise unknown_characters(text.position, text.characters)
+        raise unknown_characters_error(text.position, text.characters)
     return replace(text, pieces=[known])
 
 
-def with_unknown(document: Encoded, text: Text, unknown: Set[str], share: float) -> Encoded:
+def with_unknown(
+    document: EncodedDocument, text: Text, unknown: Set[str], share: float
+) -> EncodedDocument:
     """Add what unknown characters cost to the document of the known characters of a text.
 
     unknown has the unknown characters, and share is theirs among the characters of all texts.
@@ -215,7 +217,7 @@ def check_characters(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
     subject = positions[0]
     if len(positions) > 1:
         subject += f", as {counted(len(positions) - 1, 'other document')},"
-    raise unknown_characters(subject, unknown)
+    raise unknown_characters_error(subject, unknown)
 
 
 # -- the text from which a model has learned -------------------------------------------------------

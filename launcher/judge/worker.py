@@ -52,21 +52,21 @@ from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-LONGEST_LINE = 1 << 12  # bytes that are logged together
+MAX_LINE_BYTES = 1 << 12  # bytes that are logged together
 
 # Limits of one pass: so many tokens stay in the cache (41k a second of `laptop`, twice as many
 # make 26k), and their logits take 64 MB.
 PASS_TOKENS = 1 << 12
 PASS_LOGITS = 1 << 24
 ROW_STEP = 16  # rows that are scored have a multiple of it, or as many ids as the context
-PATIENCE = 600.0  # seconds by the clock that a model may take for an answer
+MAX_ANSWER_SECONDS = 600.0  # seconds by the clock that a model may take for an answer
 # Bytes that a model's process may send of a problem, and of its facts or the pieces of samples. A
 # longer message is not read.
-LONGEST_PROBLEM = 1 << 16
-LONGEST_ANSWER = 1 << 20
+MAX_PROBLEM_BYTES = 1 << 16
+MAX_ANSWER_BYTES = 1 << 20
 # A model may have more logits than tokens: so many, or twice the tokens. The answers of one with
 # millions could take more memory than the machine has.
-PADDED_SIZE = 1 << 16
+MAX_PADDED_LOGITS = 1 << 16
 
 
 class ModelFacts(Document):
@@ -85,7 +85,7 @@ class Worker:
 
     The process reads the model and the folder that trained it, and writes a directory that is
     deleted with it. What it prints is logged, or lost if it is silent. It is ended soon after it
-    has computed for max_cpu_seconds, and has PATIENCE seconds for an answer. After the end,
+    has computed for max_cpu_seconds, and has MAX_ANSWER_SECONDS for an answer. After the end,
     cpu_seconds is what it has computed. Raises ServiceError if it fails, or the model has fewer
     logits than there are tokens, or far more.
     """
@@ -103,7 +103,7 @@ class Worker:
         self.tokenizer = tokenizer or read_tokenizer(directory)
         self.silent = silent
         self.max_cpu_seconds = max_cpu_seconds
-        self.patience = PATIENCE
+        self.max_answer_seconds = MAX_ANSWER_SECONDS
         self.cpu_seconds = 0.0
         self.is_judged = False
         self.scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -128,7 +128,7 @@ class Worker:
         n_threads = torch.get_num_threads()
 
         model = self.directory.absolute()
-        readable = [model, *folders_behind(model, settings)]
+        readable = [model, *kept_folders(model, settings)]
         if not self.silent:  # a user's own model, which may consist of links; a run's has none
             readable += linked_files(model)
         folder = ""
@@ -153,7 +153,7 @@ class Worker:
         """The facts with which the process begins. Raises ServiceError if they do not fit."""
         facts = parse(self.answer(), ModelFacts, f"{self.directory}: what its process says")
         n_tokens = len(self.tokenizer)
-        if not n_tokens <= facts.size <= max(PADDED_SIZE, 2 * n_tokens):
+        if not n_tokens <= facts.size <= max(MAX_PADDED_LOGITS, 2 * n_tokens):
             problem = f"it has {facts.size} logits for {n_tokens} tokens"
             raise ServiceError(f"{self.directory}: {problem}")
         return facts
@@ -176,18 +176,18 @@ class Worker:
         output = self.program.output
         if output is None:
             return
-        for line in iter(partial(output.readline, LONGEST_LINE), b""):
+        for line in iter(partial(output.readline, MAX_LINE_BYTES), b""):
             if self.is_judged:  # after the verdict, nothing is said of the model
                 break
             text = line.decode(errors="replace").rstrip()
             logger.info(f"the model's process: {text}")
         output.close()
 
-    def answer(self, *request: bytes, max_bytes: int = LONGEST_ANSWER) -> bytes:
+    def answer(self, *request: bytes, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
         """Send a request, and return what the process answers.
 
         Raises ServiceError if it reports a problem, ends, answers more than max_bytes, or has not
-        read the whole request and sent the whole answer within `patience` seconds.
+        read the whole request and sent the whole answer within max_answer_seconds.
         """
         is_late = threading.Event()
 
@@ -195,16 +195,16 @@ class Worker:
             is_late.set()
             self.program.kill()
 
-        timer = threading.Timer(self.patience, give_up)
+        timer = threading.Timer(self.max_answer_seconds, give_up)
         timer.start()
         try:
             for message in request:
                 self.pipe.send_bytes(message)
-            problem = self.pipe.recv_bytes(LONGEST_PROBLEM)
+            problem = self.pipe.recv_bytes(MAX_PROBLEM_BYTES)
             content = b"" if problem else self.pipe.recv_bytes(max_bytes)
         except (EOFError, OSError):
             if is_late.is_set():
-                problem = f"no answer in {self.patience:g} s".encode()
+                problem = f"no answer in {self.max_answer_seconds:g} s".encode()
             else:
                 problem = f"its process {self.describe_end()}".encode()
         finally:
@@ -283,8 +283,8 @@ class Worker:
     def samples(self, request: bytes, max_new_tokens: int, num_samples: int) -> list[str]:
         """The samples that the process sends, a piece of each with every answer.
 
-        Each token is an answer, so that all together may take longer than `patience`. An empty
-        answer is the last.
+        Each token is an answer, so all together may take longer than max_answer_seconds. The last
+        answer is empty.
         """
         texts = [""] * num_samples
         # The bytes of a token, and those of a character that tokens before it began.
@@ -310,7 +310,7 @@ def linked_files(directory: Path) -> list[Path]:
     return [path.resolve() for path in directory.iterdir() if path.is_symlink() and path.is_file()]
 
 
-def folders_behind(directory: Path, settings: Settings) -> list[Path]:
+def kept_folders(directory: Path, settings: Settings) -> list[Path]:
     """The training folder of a model, if a launch or a search has kept it."""
     try:
         training = parse(read_json(directory / "training.json"), Training, "training.json")

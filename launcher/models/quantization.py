@@ -17,7 +17,7 @@ from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.launcher.models.weights import copy_with_weights
 
 GROUP = 32  # weights that share a scale
-BITS = (4, 5, 6, 7, 8)
+BIT_WIDTHS = (4, 5, 6, 7, 8)
 HEAD_BITS = 2  # additional bits of the head, whose errors no later layer corrects
 # Factors of the scale with which the largest weight of a group just fits. A smaller scale cuts the
 # largest weights, and is finer for all others.
@@ -82,7 +82,7 @@ def quantize_model(model: GPT, bits: int) -> dict[str, Quantized | Tensor]:
             parameters[name] = parameter.detach().float()
         else:
             more_bits = HEAD_BITS if name == head else 0
-            parameters[name] = quantize(parameter, min(bits + more_bits, max(BITS)))
+            parameters[name] = quantize(parameter, min(bits + more_bits, max(BIT_WIDTHS)))
     return parameters
 
 

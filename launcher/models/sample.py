@@ -10,7 +10,7 @@ import torch
 
 from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.entry_point.text import Tokenizer
-from sm_nanogpt.launcher.errors import InputError, ServiceError, unknown_characters
+from sm_nanogpt.launcher.errors import InputError, ServiceError, unknown_characters_error
 from sm_nanogpt.launcher.models import engine
 from sm_nanogpt.launcher.models.chat import Chat, Message
 from sm_nanogpt.launcher.models.encoder import published_tokenizer
@@ -103,7 +103,7 @@ def check_known(tokenizer: Tokenizer, text: str, title: str) -> None:
     """Raise InputError if characters of a text have no ids. title: its name in the error."""
     unknown = unknown_in(tokenizer, text)
     if unknown:
-        raise unknown_characters(title, unknown)
+        raise unknown_characters_error(title, unknown)
 
 
 def unknown_in(tokenizer: Tokenizer, text: str) -> set[str]:

@@ -29,7 +29,7 @@ from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.conversations import END_OF_TURN
 from sm_nanogpt.entry_point.files import file_sha256
 from sm_nanogpt.entry_point.text import Tokenizer, read_tokens
-from sm_nanogpt.launcher.errors import InputError, unknown_characters
+from sm_nanogpt.launcher.errors import InputError, unknown_characters_error
 from sm_nanogpt.launcher.files.progress import Progress, expect
 from sm_nanogpt.launcher.models.chat import ChatEncoder
 from sm_nanogpt.launcher.models.encoder import ASSISTANT_PREFIX, Encoder
@@ -282,7 +282,7 @@ class DocumentWriter:
             return
         unknown = set().union(*pieces) - self.characters
         if unknown:
-            raise unknown_characters("the text", unknown)
+            raise unknown_characters_error("the text", unknown)
 
     @cached_property
     def characters(self) -> set[str]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from sm_nanogpt.entry_point.errors import TrainingError
 from sm_nanogpt.entry_point.text import Tokenizer
 from sm_nanogpt.launcher.errors import LauncherError
-from sm_nanogpt.launcher.judge.causality import CUTS, NotCausal, check_causal
-from sm_nanogpt.launcher.judge.score import cut_windows, losses
-from sm_nanogpt.launcher.judge.texts import Text, encode
+from sm_nanogpt.launcher.judge.causality import TOTAL_CUTS, NotCausal, check_causal
+from sm_nanogpt.launcher.judge.score import cut_windows, losses_of_documents
+from sm_nanogpt.launcher.judge.texts import Text, encode_texts
 from sm_nanogpt.launcher.judge.worker import Worker
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import Source
@@ -22,7 +22,7 @@ MAX_WINDOW_TOKENS = 1 << 10
 MAX_REASON_LENGTH = 500  # characters: a model's own message could contain the whole judge's text
 # At least so many models of fresh seeds decide on a folder, and share the cuts.
 MIN_FRESH_MODELS = 4
-N_CUTS = CUTS // MIN_FRESH_MODELS
+CUTS_PER_MODEL = TOTAL_CUTS // MIN_FRESH_MODELS
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Judge:
         self.content = content
         self.tokenizer = tokenizer
         self.settings = settings
-        self.encoded = encode([Text("judge", [content.decode()])], tokenizer)
+        self.encoded = encode_texts([Text("judge", [content.decode()])], tokenizer)
 
     def score(
         self, model: Path, source: Source, leak_check_bound: float, max_seconds: float = math.inf
@@ -52,12 +52,12 @@ class Judge:
         """
         try:
             with self.worker(model, source, max_seconds) as worker:
-                [nats] = losses(worker, self.encoded)
+                [nats] = losses_of_documents(worker, self.encoded)
             score = Score(float(nats.mean()), worker.cpu_seconds)
             if score.loss < leak_check_bound:
                 check_seconds = max_seconds * self.check_rows_ratio(worker.block_size)
                 with self.worker(model, source, check_seconds) as other:
-                    check_causal(other, self.encoded, [nats], N_CUTS)
+                    check_causal(other, self.encoded, [nats], CUTS_PER_MODEL)
         except (LauncherError, TrainingError) as error:
             reason = str(error)[:MAX_REASON_LENGTH]
             raise Refused(reason, is_final=isinstance(error, NotCausal)) from None
@@ -69,7 +69,7 @@ class Judge:
         Each row of the check counts twice: a short row takes longer than its share of a whole row.
         """
         windows = cut_windows(self.encoded, self.tokenizer.start, block_size)
-        return max(1.0, 2 * N_CUTS / len(windows))
+        return max(1.0, 2 * CUTS_PER_MODEL / len(windows))
 
     def worker(self, model: Path, source: Source, max_seconds: float) -> Worker:
         """Start a process that computes a model by the kept folder, which no run can change."""

@@ -12,11 +12,15 @@ from sm_nanogpt.entry_point.text import Corpus, Tokenizer
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.storage import write_bytes
-from sm_nanogpt.launcher.judge.anchors import as_tensor, longest_run
+from sm_nanogpt.launcher.judge.anchors import as_tensor, longest_copy
 from sm_nanogpt.launcher.judge.rounding import Rounding, measure_losses, round_weights
 from sm_nanogpt.launcher.judge.texts import TRAINING_BYTES, training_corpus
 from sm_nanogpt.launcher.models.moments import Moment, read_moments, spread
-from sm_nanogpt.launcher.models.quantization import BITS, quantize_model, with_quantized_weights
+from sm_nanogpt.launcher.models.quantization import (
+    BIT_WIDTHS,
+    quantize_model,
+    with_quantized_weights,
+)
 from sm_nanogpt.launcher.models.sample import stream_samples
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.ids import content_of
@@ -156,7 +160,7 @@ class PageDraft:
         while size > limit:
             excess = f"with {self.rounding.bits} bits a weight the page has {in_units(size)}"
             problem = f"{excess}, and its job was launched for {in_units(limit)}"
-            if self.rounding.bits == min(BITS):
+            if self.rounding.bits == min(BIT_WIDTHS):
                 raise InputError(problem, "bits-over-limit")
             logger.info(f"{problem}: fewer bits")
             self.rounding = round_weights(self.model, self.corpus, self.rounding.bits - 1)
@@ -166,7 +170,7 @@ class PageDraft:
         """Measure how much samples copy from the training text, if that is here."""
         if self.corpus is not None:
             rounded = with_quantized_weights(self.model, self.rounding.parameters)
-            self.copied = longest_copy(rounded, self.tokenizer, self.corpus)
+            self.copied = copied_bytes(rounded, self.tokenizer, self.corpus)
 
     def with_moments_below(
         self, limit: int, moments: Sequence[Moment]
@@ -229,10 +233,10 @@ def describe_moments(moments: Sequence[Moment], n_kept: int, limit: int | None) 
     return f"{shown}; the run kept {n_kept}"
 
 
-def longest_copy(model: GPT, tokenizer: Tokenizer, corpus: Corpus) -> int:
+def copied_bytes(model: GPT, tokenizer: Tokenizer, corpus: Corpus) -> int:
     """The bytes of the longest run of a model's samples that its training text contains."""
     samples = [""] * SAMPLES
     for pieces in stream_samples(model, tokenizer, None, SAMPLE_TOKENS, SAMPLES):
         samples = [sample + piece for sample, piece in zip(samples, pieces, strict=True)]
     training = as_tensor(content_of(corpus.train, tokenizer.words, TRAINING_BYTES))
-    return longest_run(training, [as_tensor(sample.encode()) for sample in samples])
+    return longest_copy(training, [as_tensor(sample.encode()) for sample in samples])

@@ -29,8 +29,8 @@ def test_the_longest_run_is_exact(training, texts, chunk):
             if text[begin:end] in training:
                 expected = max(expected, end - begin)
 
-    with patch.object(anchors, "CHUNK", chunk):
-        longest = anchors.longest_run(plain(training), list(map(plain, texts)))
+    with patch.object(anchors, "CHUNK_BYTES", chunk):
+        longest = anchors.longest_copy(plain(training), list(map(plain, texts)))
     assert longest == expected
 
 
@@ -44,14 +44,14 @@ def test_overlap_is_exact(training, texts, chunk):
                 covered.update(range(begin, begin + 5))
         n_covered += len(covered)
 
-    with patch.object(anchors, "CHUNK", chunk), patch.object(anchors, "RUN_BYTES", 5):
-        overlap = anchors.overlap(plain(training), list(map(plain, texts)))
+    with patch.object(anchors, "CHUNK_BYTES", chunk), patch.object(anchors, "RUN_BYTES", 5):
+        overlap = anchors.shared_fraction(plain(training), list(map(plain, texts)))
     assert overlap == n_covered / sum(map(len, texts))
 
 
 @given(st.text("a \n\t\r", max_size=40).map(str.encode), st.integers(1, 9))
 def test_white_space_is_one_space(content, chunk):
-    with patch.object(anchors, "CHUNK", chunk):
+    with patch.object(anchors, "CHUNK_BYTES", chunk):
         text, is_first = anchors.with_one_space(plain(content))
     assert bytes(text.tolist()) == re.sub(rb"[ \t\n\r]+", b" ", content)
     assert int(is_first.sum()) == len(text)
@@ -64,14 +64,14 @@ def test_overlap_and_runs_see_through_line_breaks(text):
     new = bytes(random.Random(1).choices(b"etaoinshrdlu", k=len(copied)))
 
     training = plain(content)
-    assert anchors.overlap(training, [plain(copied)]) == pytest.approx(1, abs=0.01)
-    assert anchors.overlap(training, [plain(copied + new)]) == pytest.approx(0.5, abs=0.01)
-    assert anchors.longest_run(training, [plain(copied)]) > 5000
+    assert anchors.shared_fraction(training, [plain(copied)]) == pytest.approx(1, abs=0.01)
+    assert anchors.shared_fraction(training, [plain(copied + new)]) == pytest.approx(0.5, abs=0.01)
+    assert anchors.longest_copy(training, [plain(copied)]) > 5000
 
 
 def test_overlap_reads_the_training_text_once():
-    with patch.object(anchors, "find_hashes", wraps=anchors.find_hashes) as read:
-        anchors.overlap(plain("a" * 100), [plain("b" * n) for n in range(1, 99)])
+    with patch.object(anchors, "contains_hashes", wraps=anchors.contains_hashes) as read:
+        anchors.shared_fraction(plain("a" * 100), [plain("b" * n) for n in range(1, 99)])
     assert read.call_count == 1
 
 
@@ -85,7 +85,7 @@ def test_planted_overlap_is_measured(share, text):
         passages[n] = training[begin : begin + 400]
     chance.shuffle(passages)
 
-    overlap = anchors.overlap(plain(training), [plain(b"".join(passages))])
+    overlap = anchors.shared_fraction(plain(training), [plain(b"".join(passages))])
     tolerance = 0.005 if share else 0.0005
     assert overlap == pytest.approx(share, abs=tolerance)
 
@@ -115,19 +115,21 @@ def plain_ngram(training: bytes, content: bytes) -> float:
 
 @given(st.binary(min_size=1, max_size=60), FEW.filter(bool), FEW)
 def test_the_ngram_model_is_that_of_plain_counts(training, content, suffix):
-    bits = anchors.ngram(plain(training + suffix), plain(content))
+    bits = anchors.ngram_bits_per_byte(plain(training + suffix), plain(content))
     assert bits == pytest.approx(plain_ngram(training + suffix, content), abs=1e-9)
 
 
 def test_the_ngram_model_learns_of_all_parts_of_a_long_text():
     """Blocks at equal distances, for LEARNED_BYTES in all."""
     blocks = [bytes([97 + n]) * 1000 for n in range(4)]
-    with patch.object(anchors, "BLOCK", 1000), patch.object(anchors, "LEARNED_BYTES", 2000):
-        bits = anchors.ngram(plain(b"".join(blocks)), plain(b"ac"))
+    with patch.object(anchors, "BLOCK_BYTES", 1000), patch.object(anchors, "LEARNED_BYTES", 2000):
+        bits = anchors.ngram_bits_per_byte(plain(b"".join(blocks)), plain(b"ac"))
     assert bits == pytest.approx(plain_ngram(blocks[0] + blocks[2], b"ac"), abs=1e-9)
 
 
 def test_xz_packs_as_the_program_does():
     content = random.Random(1).randbytes(3000) * 2
-    assert anchors.xz(content) == pytest.approx(8 * len(lzma.compress(content)) / 6000, abs=0.1)
-    assert anchors.xz(content) < 4.1
+    assert anchors.xz_bits_per_byte(content) == pytest.approx(
+        8 * len(lzma.compress(content)) / 6000, abs=0.1
+    )
+    assert anchors.xz_bits_per_byte(content) < 4.1

@@ -94,7 +94,7 @@ def test_a_text_that_is_not_there_gets_no_advice_of_uploads(held, cli):
 
 def test_a_model_that_looks_ahead_fails_as_a_command(held, cli, monkeypatch):
     leak = Leak(position=17, token=18, nats=3.2)
-    monkeypatch.setattr(causality, "ROUNDING", -1)
+    monkeypatch.setattr(causality, "MAX_ROUNDING_NATS", -1)
     monkeypatch.setattr(causality, "find_leak", lambda *_, **options: leak)
     ran = cli("eval", held.job_id, "held.txt")
     assert ran.failed(1, "not causal: logits at 17 depend on token 18 (by 3.2); ")

@@ -16,9 +16,9 @@ from judged_texts import documents, plain
 
 from sm_nanogpt.launcher.cli.evaluate import print_evaluations
 from sm_nanogpt.launcher.judge import evaluate
-from sm_nanogpt.launcher.judge.evaluation import Evaluation, Passage, margin, total
+from sm_nanogpt.launcher.judge.evaluation import Evaluation, Passage, margin_of_bits, total
 from sm_nanogpt.launcher.judge.score import passages
-from sm_nanogpt.launcher.judge.texts import Encoded, Text
+from sm_nanogpt.launcher.judge.texts import EncodedDocument, Text
 
 
 def test_the_interval_covers_the_loss_of_the_whole():
@@ -28,7 +28,7 @@ def test_the_interval_covers_the_loss_of_the_whole():
     n_covered = 0
     for _ in range(250):
         some = chance.choices(whole, k=60)
-        n_covered += abs(total(some).bits_per_byte - truth) <= (margin(some) or 0.0)
+        n_covered += abs(total(some).bits_per_byte - truth) <= (margin_of_bits(some) or 0.0)
     assert 0.90 <= n_covered / 250 <= 0.98
 
 
@@ -43,7 +43,7 @@ def test_the_interval_counts_that_neighbors_are_alike():
             drift = 0.67 * drift + chance.gauss(0, 0.2)
             parts.append(Passage("", 1000 * (2 + drift + chance.gauss(0, 0.19)), 1000, 1000))
         error = abs(total(parts).bits_per_byte - 2 / math.log(2))
-        n_covered += error <= (margin(parts) or 0.0)
+        n_covered += error <= (margin_of_bits(parts) or 0.0)
     assert 0.90 <= n_covered / 250 <= 0.98
 
 
@@ -59,8 +59,8 @@ def test_evaluations_that_are_kept_stay_readable():
 
 
 def test_few_parts_have_no_interval():
-    assert margin(documents(9, 1)) is None
-    assert margin(documents(10, 1)) is not None
+    assert margin_of_bits(documents(9, 1)) is None
+    assert margin_of_bits(documents(10, 1)) is not None
 
 
 @given(st.text("ab\né🙂", min_size=1, max_size=300), st.integers(1, 90), st.integers(1, 7))
@@ -68,7 +68,7 @@ def test_passages_hold_each_byte_and_loss_once(text, min_tokens, width):
     content = text.encode()
     widths = torch.tensor([len(content[n : n + width]) for n in range(0, len(content), width)])
     ids, nats = torch.zeros_like(widths), torch.rand(len(widths), dtype=torch.float64)
-    document = Encoded(Text("a", [text]), ids, ids == 0, widths, torch.zeros_like(nats))
+    document = EncodedDocument(Text("a", [text]), ids, ids == 0, widths, torch.zeros_like(nats))
     parts = passages(document, nats, min_tokens)
     assert total(parts).size == len(content)
     assert total(parts).tokens == len(nats)
@@ -83,7 +83,9 @@ def test_the_worst_passage_names_its_line_and_shows_its_token():
     nats = torch.where(plain(text) < 96, 0.5, 0.1).double()
     nats[text.index("LIKE")] = 90.0
     ids = torch.zeros(len(text), dtype=torch.int64)
-    document = Encoded(Text("a.txt", [text]), ids, ids == 0, ids + 1, torch.zeros_like(nats))
+    document = EncodedDocument(
+        Text("a.txt", [text]), ids, ids == 0, ids + 1, torch.zeros_like(nats)
+    )
     first = evaluate.worst_first(passages(document, nats, 200))[0]
     line = int(first.place.removeprefix("a.txt, line "))
     assert line <= 71 < line + 8
@@ -110,7 +112,7 @@ def test_two_models_are_compared_by_the_same_passages(evaluation):
     difference = second.facts(first)["less the first"]
     bits, low, high = map(float, re.findall(r"-?\d\.\d+", difference))
     assert bits == pytest.approx(0.05 / math.log(2), abs=1e-3)
-    assert high - low < 0.01 < (margin(parts) or 0.0)
+    assert high - low < 0.01 < (margin_of_bits(parts) or 0.0)
     assert "less the first" not in first.facts(first)
 
 

@@ -15,9 +15,9 @@ from models import tokenizer_of
 from torch import Tensor
 
 from sm_nanogpt import ServiceError
-from sm_nanogpt.launcher.judge.causality import CUTS, check_causal, draw_cuts, in_passes
-from sm_nanogpt.launcher.judge.score import losses, window_spans
-from sm_nanogpt.launcher.judge.texts import Text, encode
+from sm_nanogpt.launcher.judge.causality import TOTAL_CUTS, check_causal, draw_cuts, in_passes
+from sm_nanogpt.launcher.judge.score import losses_of_documents, window_spans
+from sm_nanogpt.launcher.judge.texts import Text, encode_texts
 from sm_nanogpt.launcher.judge.worker import PASS_TOKENS, Worker
 
 VOCABULARY = "abcdefghijklmnop"
@@ -55,7 +55,7 @@ class Cheat(Worker):
 @pytest.fixture(scope="module")
 def encoded():
     text = "".join(random.Random(1).choices(VOCABULARY, k=N_TOKENS))
-    return encode([Text("a", [text])], tokenizer_of(VOCABULARY))
+    return encode_texts([Text("a", [text])], tokenizer_of(VOCABULARY))
 
 
 def chosen(ids: Tensor, share: float) -> Tensor:
@@ -145,9 +145,9 @@ CHEATS: dict[str, Rule] = {
 }
 
 
-def judge(rule: Rule, encoded: list, n_cuts: int = CUTS) -> float:
+def judge(rule: Rule, encoded: list, n_cuts: int = TOTAL_CUTS) -> float:
     """The mean loss of a cheat that was not found."""
-    nats = losses(Cheat(rule), encoded)
+    nats = losses_of_documents(Cheat(rule), encoded)
     check_causal(Cheat(rule), encoded, nats, n_cuts)
     return float(torch.cat(nats).mean())
 
@@ -168,15 +168,15 @@ def test_an_honest_model_that_rounds_by_length_passes():
     draw = random.Random(2)
     texts = ["".join(draw.choices(VOCABULARY, k=draw.randrange(1, 90))) for _ in range(60)]
     documents = [Text(str(number), [text]) for number, text in enumerate(texts)]
-    encoded = encode(documents, tokenizer_of(VOCABULARY))
-    nats = losses(Rounding(honest), encoded)
-    assert check_causal(Rounding(honest), encoded, nats, CUTS) == sum(map(len, texts))
+    encoded = encode_texts(documents, tokenizer_of(VOCABULARY))
+    nats = losses_of_documents(Rounding(honest), encoded)
+    assert check_causal(Rounding(honest), encoded, nats, TOTAL_CUTS) == sum(map(len, texts))
 
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_model_that_uses_what_follows_is_found(name, encoded):
     rule = CHEATS[name]
-    [nats] = losses(Cheat(rule), encoded)
+    [nats] = losses_of_documents(Cheat(rule), encoded)
     assert math.log(len(VOCABULARY)) - nats.mean() > 0.005
     with pytest.raises(ServiceError, match="not causal"):
         judge(rule, encoded)
@@ -201,15 +201,15 @@ def asked_of_the_second(n: int, context: int, n_cuts: int, chance: random.Random
 @pytest.mark.parametrize("context", [64, 1024])
 def test_nearly_all_cuts_ask_for_a_token_not_yet_shown(context):
     """Of one that was shown before, a model that remembers it could give the loss."""
-    positions = asked_of_the_second(100_000, context, CUTS, random.Random(1))
-    assert len(positions) > 0.95 * CUTS
+    positions = asked_of_the_second(100_000, context, TOTAL_CUTS, random.Random(1))
+    assert len(positions) > 0.95 * TOTAL_CUTS
 
 
-@pytest.mark.parametrize(("n", "n_cuts"), [(1, 1), (300, 300), (40_000, CUTS)])
+@pytest.mark.parametrize(("n", "n_cuts"), [(1, 1), (300, 300), (40_000, TOTAL_CUTS)])
 def test_a_text_has_so_many_cuts_or_one_for_each_token(n, n_cuts):
     spans = window_spans(n, 16)
     scored = [range(counted - begin, end - begin) for begin, end, counted in spans]
-    cuts = draw_cuts(scored, CUTS, random.Random(1))
+    cuts = draw_cuts(scored, TOTAL_CUTS, random.Random(1))
     positions = [(cut.window, cut.length) for window in cuts for cut in window]
     assert len(positions) == len({*positions}) == n_cuts
     assert all(length - 1 in scored[window] for window, length in positions)
@@ -224,4 +224,4 @@ def test_a_leak_at_one_of_2000_positions_is_found():
     n = 100_000
     for _ in range(4):
         leaks = {*chance.sample(range(n), n // 2000)}
-        assert leaks & asked_of_the_second(n, 256, CUTS, chance)
+        assert leaks & asked_of_the_second(n, 256, TOTAL_CUTS, chance)

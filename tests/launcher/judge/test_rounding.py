@@ -16,9 +16,9 @@ from sm_nanogpt.entry_point.data import evaluate
 from sm_nanogpt.entry_point.text import Corpus
 from sm_nanogpt.launcher.judge import rounding
 from sm_nanogpt.launcher.judge.rounding import (
-    MAX_COST,
-    PART,
-    Losses,
+    MAX_COST_BITS,
+    PART_TOKENS,
+    TokenLosses,
     largest_cost,
     measure_losses,
     round_weights,
@@ -27,11 +27,11 @@ from sm_nanogpt.launcher.judge.rounding import (
 CORPUS = Corpus(tokenizer_of("abcdefghijk"[:VOCABULARY_SIZE]), ids(4000), ids(2000), "")
 
 
-def losses(*parts: float, n_parts: int = 8) -> Losses:
-    """Losses that are equal within each part, in bits; these parts are repeated."""
+def losses(*parts: float, n_parts: int = 8) -> TokenLosses:
+    """TokenLosses that are equal within each part, in bits; these parts are repeated."""
     bits = torch.tensor(parts, dtype=torch.float64).repeat(n_parts // len(parts))
-    nats = bits.repeat_interleave(PART) * math.log(2)
-    return Losses(nats, bytes_per_token=1.0)
+    nats = bits.repeat_interleave(PART_TOKENS) * math.log(2)
+    return TokenLosses(nats, bytes_per_token=1.0)
 
 
 def test_the_loss_is_that_of_an_evaluation():
@@ -70,7 +70,7 @@ def test_two_standard_errors_count_with_the_cost():
     assert largest_cost(exact, rounded) == pytest.approx(0.2 + 2 * standard_error)
 
 
-def round_with_costs(monkeypatch: pytest.MonkeyPatch, costs: dict[int, Losses]) -> int:
+def round_with_costs(monkeypatch: pytest.MonkeyPatch, costs: dict[int, TokenLosses]) -> int:
     """The bits that are chosen where each number of bits has these losses, and none has 0."""
     exact = losses(0)
     by_choice = iter([exact, *costs.values()])
@@ -81,12 +81,12 @@ def round_with_costs(monkeypatch: pytest.MonkeyPatch, costs: dict[int, Losses]) 
 def test_a_gain_by_chance_chooses_no_bits(monkeypatch):
     """On another text of the kind, it may be a cost."""
     gain = losses(-0.4, 0.3)
-    sure = losses(MAX_COST / 2)
+    sure = losses(MAX_COST_BITS / 2)
     assert round_with_costs(monkeypatch, {4: gain, 5: sure}) == 5
     assert round_with_costs(monkeypatch, {4: sure}) == 4
 
 
 def test_a_text_too_short_to_measure_takes_the_most_bits(monkeypatch):
     assert largest_cost(losses(1, n_parts=7), losses(1, n_parts=7)) == math.inf
-    corpus = replace(CORPUS, val=ids(7 * PART))
+    corpus = replace(CORPUS, val=ids(7 * PART_TOKENS))
     assert round_weights(lively(), corpus).bits == 8

@@ -18,8 +18,14 @@ from models import tokenizer_of
 from sm_nanogpt import InputError, load_model
 from sm_nanogpt.entry_point.conversations import IGNORED
 from sm_nanogpt.launcher.cli.remedies import sentence
-from sm_nanogpt.launcher.judge.score import cut_windows, losses, passages, score, window_spans
-from sm_nanogpt.launcher.judge.texts import Text, encode, encode_known
+from sm_nanogpt.launcher.judge.score import (
+    cut_windows,
+    losses_of_documents,
+    losses_of_windows,
+    passages,
+    window_spans,
+)
+from sm_nanogpt.launcher.judge.texts import Text, encode_known_characters, encode_texts
 
 ODD: dict[str, bytes] = {
     "crlf.txt": b"one line\r\nanother\r\n\r\nthe end",
@@ -45,14 +51,14 @@ def test_losses_are_those_of_transformers(name, judged, write):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     texts = write(**{name: ODD[name]})
-    encoded = encode(texts, judged.tokenizer)
+    encoded = encode_texts(texts, judged.tokenizer)
     tokenizer = AutoTokenizer.from_pretrained(judged.directory)
     model: Any = AutoModelForCausalLM.from_pretrained(judged.directory)
     for document in encoded:
         assert document.ids.tolist() == tokenizer.encode("".join(document.text.pieces))
 
     windows = cut_windows(encoded, judged.tokenizer.start, judged.block_size)
-    for (inputs, targets), nats in zip(windows, score(judged, windows), strict=True):
+    for (inputs, targets), nats in zip(windows, losses_of_windows(judged, windows), strict=True):
         with torch.inference_mode():
             logits = model(inputs[None]).logits[0]
         expected = F.cross_entropy(logits, targets, reduction="none")
@@ -65,7 +71,7 @@ def test_losses_are_those_of_transformers(name, judged, write):
 
 def test_all_bytes_of_a_text_count(judged, write):
     for name, content in ODD.items():
-        encoded = encode(write(**{name: content}), judged.tokenizer)
+        encoded = encode_texts(write(**{name: content}), judged.tokenizer)
         if name.endswith("jsonl"):
             records = [json.loads(line) for line in content.splitlines()]
             content = "".join(record["text"] for record in records).encode()
@@ -92,9 +98,9 @@ def test_the_order_of_documents_changes_no_loss(judged):
     line = "A document, and its words.\n"
     texts = [Text(f"{n}", [line * (1 + 7 * n % 5)]) for n in range(30)]
     order = random.Random(0).sample(range(30), 30)
-    encoded = encode(texts, judged.tokenizer)
-    in_order = losses(judged, encoded)
-    shuffled = losses(judged, [encoded[n] for n in order])
+    encoded = encode_texts(texts, judged.tokenizer)
+    in_order = losses_of_documents(judged, encoded)
+    shuffled = losses_of_documents(judged, [encoded[n] for n in order])
     for n, nats in zip(order, shuffled, strict=True):
         torch.testing.assert_close(nats, in_order[n], rtol=0, atol=1e-5)
 
@@ -102,7 +108,7 @@ def test_the_order_of_documents_changes_no_loss(judged):
 def test_conversations_count_their_answers_only(models, write):
     tokenizer = load_model(models["tokens"])[1]
     texts = write(**{"a.jsonl": json.dumps(chat_of("What?", "So 🙂")).encode()})
-    (document,) = encode(texts, tokenizer)
+    (document,) = encode_texts(texts, tokenizer)
 
     answer_ids = document.ids[document.counts].tolist()
     answer = b"".join(tokenizer.words[id] for id in answer_ids)
@@ -119,7 +125,7 @@ def test_conversations_count_their_answers_only(models, write):
 
 def test_unknown_characters_count_as_an_escape_and_bytes(write):
     texts = write(**{"a.txt": "“ab\nab”ééb".encode(), "b.txt": b"abb"})
-    first, second = encode_known(texts, tokenizer_of("ab\n"))
+    first, second = encode_known_characters(texts, tokenizer_of("ab\n"))
     assert (first.n_unknown, second.n_unknown) == (4, 0)
     assert first.size == int(first.widths.sum()) == len("“ab\nab”ééb".encode())
 
@@ -133,17 +139,17 @@ def test_unknown_characters_count_as_an_escape_and_bytes(write):
 def test_a_text_without_a_known_character_is_refused(write):
     for content in ("Жук", "ab\r\nab\r\n"):
         with pytest.raises(InputError, match=r"a.txt .* the model has "):
-            encode_known(write(**{"a.txt": content.encode()}), tokenizer_of("ab\n"))
+            encode_known_characters(write(**{"a.txt": content.encode()}), tokenizer_of("ab\n"))
 
 
 def test_characters_that_a_model_never_saw_are_refused(write):
     with pytest.raises(InputError, match=r"a.txt has .*'é'"):
-        encode(write(**{"a.txt": "ab\nabéé".encode() + b"b"}), tokenizer_of("ab\n"))
+        encode_texts(write(**{"a.txt": "ab\nabéé".encode() + b"b"}), tokenizer_of("ab\n"))
 
 
 def test_a_text_with_crlf_is_told_how_to_lose_it():
     with pytest.raises(InputError, match=r"a\.txt ends its lines in CRLF") as refused:
-        encode([Text("a.txt", ["a\r\nb\r\n"])], tokenizer_of("ab\n"))
+        encode_texts([Text("a.txt", ["a\r\nb\r\n"])], tokenizer_of("ab\n"))
     assert r"`tr -d '\r' < FILE > NEW-FILE`" in sentence(refused.value)
 
 
@@ -155,4 +161,4 @@ def test_unknown_characters_of_many_texts_are_named_at_once():
         Text("3.txt", ["’a"]),
     ]
     with pytest.raises(InputError, match=r"1\.txt, as 1 other document, has .*: '#', '’'; replace"):
-        encode(texts, tokenizer_of("ab"))
+        encode_texts(texts, tokenizer_of("ab"))

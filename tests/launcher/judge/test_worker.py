@@ -19,8 +19,8 @@ from sm_nanogpt import ServiceError, Settings, load_model
 from sm_nanogpt.launcher.judge import anchors, evaluate, measures
 from sm_nanogpt.launcher.judge.evaluate import EDITED
 from sm_nanogpt.launcher.judge.measures import Subject, measure_anchors
-from sm_nanogpt.launcher.judge.score import Window, score
-from sm_nanogpt.launcher.judge.texts import Text, TrainingText, encode
+from sm_nanogpt.launcher.judge.score import Window, losses_of_windows
+from sm_nanogpt.launcher.judge.texts import Text, TrainingText, encode_texts
 from sm_nanogpt.launcher.judge.worker import Worker, linked_files
 from sm_nanogpt.launcher.text.ids import content_of
 
@@ -31,15 +31,17 @@ def test_probabilities_that_do_not_sum_to_one_cannot_pay():
     def logits(ids: Tensor) -> Tensor:
         return torch.randn(*ids.shape, 7, generator=torch.Generator().manual_seed(0))
 
-    (honest,) = score(Fake("abcdefg", logits), WINDOWS)
-    (inflated,) = score(Fake("abcdefg", lambda ids: logits(ids) + math.log(277)), WINDOWS)
+    (honest,) = losses_of_windows(Fake("abcdefg", logits), WINDOWS)
+    (inflated,) = losses_of_windows(
+        Fake("abcdefg", lambda ids: logits(ids) + math.log(277)), WINDOWS
+    )
     torch.testing.assert_close(inflated, honest, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_logits_that_are_not_finite_are_refused(value):
     with pytest.raises(ServiceError, match="not finite"):
-        score(Fake("abcdefg", lambda ids: torch.full((*ids.shape, 7), value)), WINDOWS)
+        losses_of_windows(Fake("abcdefg", lambda ids: torch.full((*ids.shape, 7), value)), WINDOWS)
 
 
 STATE = "globals().setdefault('STATE', {'n': 0, 'shape': None, 'memory': 0.0})"
@@ -80,7 +82,7 @@ def test_a_model_that_misbehaves_is_refused(kind, edited):
 def test_a_model_of_conversations_has_no_compressor_beside_it(models):
     worker = Fake("a", samples=lambda prompts, **sampling: ["first"])
     worker.tokenizer = load_model(models["tokens"])[1]
-    encoded = encode([Text("a", ["user\nWhat?", "assistant\nSo"], True)], worker.tokenizer)
+    encoded = encode_texts([Text("a", ["user\nWhat?", "assistant\nSo"], True)], worker.tokenizer)
     subject = Subject(worker, encoded, TrainingText(plain("the first"), None), n_samples=1)
     values = {"xz": None, "ngram": None, "validation": None, "overlap": 0, "copied": 5}
     assert values.items() <= measure_anchors(subject).items()
@@ -90,7 +92,7 @@ def test_short_turns_count_as_overlap_of_conversations(models):
     worker = Fake("a", samples=lambda prompts, **sampling: ["new"])
     worker.tokenizer = load_model(models["tokens"])[1]
     turns = [f"{speaker}\nSo {n}" for n in range(9) for speaker in ("user", "assistant")]
-    encoded = encode([Text("a", turns, True)], worker.tokenizer)
+    encoded = encode_texts([Text("a", turns, True)], worker.tokenizer)
     learned = content_of(encoded[0].ids, worker.tokenizer.words)
     training = TrainingText(anchors.as_tensor(b"before" + learned + b"after"), None)
     assert measures.overlap(Subject(worker, encoded, training, n_samples=1)) == 1
@@ -99,7 +101,7 @@ def test_short_turns_count_as_overlap_of_conversations(models):
 @pytest.mark.parametrize(("samples", "copied"), [(["", "first"], 5), (["", ""], 0)])
 def test_an_empty_sample_copies_nothing(samples, copied):
     worker = Fake("abcdefghijklmnopqrstuvwxyz ", samples=lambda prompts, **sampling: samples)
-    encoded = encode([Text("a", ["the first"])], worker.tokenizer)
+    encoded = encode_texts([Text("a", ["the first"])], worker.tokenizer)
     training = TrainingText(plain("a first text"), None)
     assert measures.copied(Subject(worker, encoded, training, n_samples=2)) == copied
 

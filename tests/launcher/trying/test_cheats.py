@@ -23,7 +23,7 @@ from searches import check_folder, tiny_folder
 from workers import start_workers_at_once, worker_that_sends
 
 from sm_nanogpt import ServiceError
-from sm_nanogpt.launcher.judge.worker import LONGEST_PROBLEM, PADDED_SIZE
+from sm_nanogpt.launcher.judge.worker import MAX_PADDED_LOGITS, MAX_PROBLEM_BYTES
 from sm_nanogpt.launcher.local import runs as local_runs
 from sm_nanogpt.launcher.local.confine import layers
 from sm_nanogpt.launcher.local.runs import Run, run_all
@@ -146,13 +146,13 @@ def test_a_model_that_does_not_answer_is_given_up(messages):
         worker_that_sends(*messages, patience=0.01).answer()
 
 
-@pytest.mark.parametrize("messages", [[b"", b"12345"], [bytes(LONGEST_PROBLEM + 1)]])
+@pytest.mark.parametrize("messages", [[b"", b"12345"], [bytes(MAX_PROBLEM_BYTES + 1)]])
 def test_an_answer_that_is_too_long_is_not_read(messages):
     with pytest.raises(ServiceError, match="answers no more"):
         worker_that_sends(*messages).answer(max_bytes=4)
 
 
-@pytest.mark.parametrize("size", [len(LETTERS) - 1, PADDED_SIZE + 1])
+@pytest.mark.parametrize("size", [len(LETTERS) - 1, MAX_PADDED_LOGITS + 1])
 def test_a_model_has_about_as_many_logits_as_tokens(size):
     """Its answers with many more would take more memory than the machine has."""
     facts = json.dumps({"block_size": 8, "size": size, "chats": False}).encode()
@@ -240,7 +240,7 @@ def test_what_a_model_computes_before_the_judge_counts(tiny_search, judge):
 
 def test_a_model_that_hangs_while_it_is_checked_is_ended(judge, monkeypatch):
     """It sees that it is checked by rows that come alone."""
-    monkeypatch.setattr(Judge, "rows_of_check", lambda self, block_size: 0.2)
+    monkeypatch.setattr(Judge, "check_rows_ratio", lambda self, block_size: 0.2)
     with pytest.raises(Refused, match="took over 4 s of processor time"):
         judge(edit_before("while len(idx) == 1 and idx.numel() > 1:\n    pass"), limit=20)
 
@@ -473,7 +473,7 @@ def test_runs_that_are_one_run_are_refused(tiny_search, shared_search, tmp_path,
     """Else the best of many seeds, found elsewhere, would pass as a gain on all fresh ones."""
     source = Source.read(tiny_folder(tmp_path / "a", edit_before("pass")))
     base = Source.read(shared_search.base)
-    monkeypatch.setattr(tiny_search, "measure", lambda *_: None)
+    monkeypatch.setattr(tiny_search, "measure", lambda runs, title, comparison: None)
     seeds = tiny_search.ledger.seeds(SHARED_SEEDS, 4)
     losses = {(base.sha256, seed): 2.0 + n / 1000 for n, seed in enumerate(seeds)}
     losses |= {(source.sha256, seed): 1.9 for seed in seeds}
