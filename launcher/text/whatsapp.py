@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import IO, TYPE_CHECKING
 
 from sm_nanogpt.launcher.text.encodings import read_text
-from sm_nanogpt.launcher.text.talks import PAUSE_SECONDS, Talk, TalkMessage
+from sm_nanogpt.launcher.text.talks import PAUSE_SECONDS, Talk
 
 if TYPE_CHECKING:  # it imports this module
     from sm_nanogpt.launcher.text.reading import File
@@ -20,8 +21,7 @@ if TYPE_CHECKING:  # it imports this module
 WHATSAPP_LINE = re.compile(
     r"\u200e?\[?(?P<date>\d{1,4}[./-]\d{1,2}[./-]\d{1,4}),? "
     r"(?P<hour>\d{1,2})[:.](?P<minute>\d\d)(?:[:.](?P<second>\d\d))?"
-    r"(?:[ \u00a0\u202f]?(?P<half>[AaPp])\.?[ \u00a0]?[Mm]\.?)?(?:\]| -) (?P<message>.*)",
-    re.DOTALL,
+    r"(?:[ \u00a0\u202f]?(?P<half>[AaPp])\.?[ \u00a0]?[Mm]\.?)?(?:\]| -) (?P<message>.*)"
 )
 WHATSAPP_START = (  # the magic of the format in formats.py
     rb"(\xef\xbb\xbf)?(\xe2\x80\x8e)?"
@@ -46,7 +46,7 @@ WHATSAPP_DELETED = re.compile(
     re.IGNORECASE,
 )
 
-
+DAY_SECONDS = 24 * 60 * 60
 DIARY_CHECK_BYTES = 1 << 16  # the beginning by which a chat is told from a diary
 FILE_NAME = re.compile(r"whatsapp|^_chat\.txt$", re.IGNORECASE)  # as WhatsApp names its exports
 LOG_LEVELS = {"DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL"}  # before the colon in a log
@@ -65,7 +65,7 @@ def is_chat(text: str, file_name: str, me: str) -> bool:
     is_note = "WhatsApp" in first_line and ": " not in first_line
     if is_note or "\u200e" in text or FILE_NAME.search(file_name):
         return True
-    messages = named_messages(text)
+    messages = [entry for entry in entries_in(text) if entry.author]
     counts = Counter(message.author for message in messages)
     if me in counts:
         return True
@@ -76,23 +76,7 @@ def is_chat(text: str, file_name: str, me: str) -> bool:
     return is_repeated and count_answers(messages) >= MIN_ANSWER_SHARE * len(messages)
 
 
-def named_messages(text: str) -> list[TalkMessage]:
-    """The messages of a text that have an author, each with its first line."""
-    messages = []
-    dates: dict[str, int] = {}  # the number of each date, in the order of the text
-    for line in text.removeprefix("\ufeff").splitlines():
-        match = WHATSAPP_LINE.match(line)
-        if match is None:
-            continue
-        author, colon, content = match["message"].partition(": ")
-        if colon:
-            day = dates.setdefault(match["date"], len(dates))
-            seconds = day * 86_400 + time_of_day(match)
-            messages.append(TalkMessage(name_of(author), content, seconds))
-    return messages
-
-
-def count_answers(messages: Sequence[TalkMessage]) -> int:
+def count_answers(messages: Sequence[Entry]) -> int:
     """Count the messages that follow, within PAUSE_SECONDS, one of another author."""
     n_answers = 0
     for last, message in pairwise(messages):
@@ -108,39 +92,24 @@ def name_of(author: str) -> str:
 
 
 def read_whatsapp(content: IO[bytes], file: File) -> Iterator[tuple[str, Talk]]:
-    """Yield the one talk of a file that WhatsApp exported, with the name of the file."""
+    """Yield the one talk of a file that WhatsApp exported, and before it the name of the file."""
     yield file.shown, parse_whatsapp("".join(read_text(content, file.shown)))
 
 
 def parse_whatsapp(text: str) -> Talk:
     """Return the talk in a text that WhatsApp exported."""
     talk = Talk()
-    lines: list[str] = []  # of the message that is read
-    day = 0
-    date = ""
-    for line in text.removeprefix("\ufeff").splitlines():
-        match = WHATSAPP_LINE.match(line)
-        if match is None:
-            lines.append(line)
-            continue
-        add_whatsapp_message(talk, lines, day)
-        if match["date"] != date:  # days are counted: the order of day and month is not known
-            day += 1
-            date = match["date"]
-        lines = [line]
-    add_whatsapp_message(talk, lines, day)
+    for entry in entries_in(text):
+        add_entry(talk, entry)
     return talk
 
 
-def add_whatsapp_message(talk: Talk, lines: list[str], day: int) -> None:
-    match = WHATSAPP_LINE.match("\n".join(lines))
-    if match is None:
-        return
-    author, colon, text = match["message"].partition(": ")
-    text, n_files = WHATSAPP_FILE.subn("", WHATSAPP_EDITED.sub("", text))
+def add_entry(talk: Talk, entry: Entry) -> None:
+    text = WHATSAPP_EDITED.sub("", "\n".join(entry.lines))
+    text, n_files = WHATSAPP_FILE.subn("", text)
     talk.left_out["photo, recording, or file"] += n_files
     text = text.strip()
-    if not colon:
+    if not entry.author:
         talk.left_out["note of the service"] += 1
     elif WHATSAPP_DELETED.fullmatch(text.strip("\u200e ")):
         talk.left_out["deleted message"] += 1
@@ -149,8 +118,39 @@ def add_whatsapp_message(talk: Talk, lines: list[str], day: int) -> None:
     elif text.startswith("\u200e"):  # WhatsApp marks its own notes so
         talk.left_out["note of the service"] += 1
     elif text or not n_files:
-        seconds = day * 86_400 + time_of_day(match)
-        talk.add(name_of(author), text, seconds)
+        talk.add(entry.author, text, entry.seconds)
+
+
+@dataclass
+class Entry:
+    """A message, or a note of WhatsApp. seconds are counted from midnight before the first one."""
+
+    author: str  # "" for a note
+    lines: list[str]
+    seconds: int
+
+
+def entries_in(text: str) -> list[Entry]:
+    """The entries of a text. Each begins with a time, and may have several lines."""
+    entries: list[Entry] = []
+    date = ""
+    n_dates = 0
+    for line in text.removeprefix("\ufeff").splitlines():
+        match = WHATSAPP_LINE.match(line)
+        if match is None:
+            if entries:
+                entries[-1].lines.append(line)
+            continue
+        if match["date"] != date:  # days are counted: the order of day and month is not known
+            n_dates += 1
+            date = match["date"]
+        author, colon, message = match["message"].partition(": ")
+        if not colon:
+            author = ""
+            message = match["message"]
+        seconds = n_dates * DAY_SECONDS + time_of_day(match)
+        entries.append(Entry(name_of(author), [message], seconds))
+    return entries
 
 
 def time_of_day(match: re.Match[str]) -> int:

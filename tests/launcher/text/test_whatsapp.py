@@ -68,6 +68,14 @@ def test_whatsapps_date_may_have_no_comma(tmp_path):
     assert chats == [["user\nHow are you?", "assistant\nFine."]]
 
 
+def test_a_note_of_two_lines_is_no_message(tmp_path):
+    note = "12/03/24, 14:04 - Ann changed the description\nRules: be kind\n"
+    (tmp_path / "chat.txt").write_text(f"{note}{ANDROID}", "utf-8")
+    _, skipped = conversations(tmp_path / "chat.txt", me="Bob")
+    assert set(skipped.talks.authors) == {"Ann", "Bob"}
+    assert skipped.talks.left_out["note of the service"] == 2
+
+
 @pytest.mark.parametrize(
     "line",
     ["2024-03-12 14:05:33 - start: now\n", "12/03/2024 14:05 - Went to the sea\n"],
