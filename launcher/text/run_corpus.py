@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files import storage
-from sm_nanogpt.launcher.files.progress import CHUNK_BYTES, Progress, byte_progress, expect
+from sm_nanogpt.launcher.files.progress import CHUNK_BYTES, byte_progress
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.channels import Channel, Texts
 from sm_nanogpt.launcher.text.reading import open_text
 from sm_nanogpt.launcher.text.sources import temporary
-from sm_nanogpt.launcher.values import in_units
 
 if TYPE_CHECKING:  # they import torch
     from sm_nanogpt.entry_point.config import Config
     from sm_nanogpt.entry_point.text import Corpus
-
-logger = logging.getLogger(__name__)
 
 # A file of the tokens of a part, other than the first file of that part.
 LATER_SHARD = re.compile(r"(train|val)-(?!0+\.)\d+\.bin")
@@ -52,21 +47,6 @@ def corpus_of(texts: Texts, settings: Settings, config: Config | None = None) ->
             raise InputError(str(error)) from None
 
 
-@dataclass(frozen=True)
-class Announced:
-    """A progress hook that first logs how many bytes will be copied."""
-
-    progress: Progress
-    name: str
-
-    def __call__(self, n_bytes: int) -> None:
-        self.progress(n_bytes)
-
-    def expect(self, n_bytes: int) -> None:
-        logger.info(f"{self.name}: copying {in_units(n_bytes)}")
-        expect(self.progress, n_bytes)
-
-
 def fetch_channel(channel: Channel, directory: Path, settings: Settings) -> None:
     """Copy the text of a channel into a new directory, as the files that its upload has."""
     directory.mkdir()
@@ -93,9 +73,8 @@ def fetch_stored_text(channel: Channel, directory: Path, settings: Settings) -> 
     def is_wanted(name: str) -> bool:
         return LATER_SHARD.fullmatch(name) is None
 
-    with byte_progress("fetch") as bar:
-        is_remote = storage.local_path(channel.uri) is None
-        progress: Progress = Announced(bar, channel.shown) if is_remote else bar
+    is_remote = storage.local_path(channel.uri) is None
+    with byte_progress("fetch", source=channel.shown if is_remote else "") as progress:
         storage.fetch(channel.uri, directory, progress, settings, is_wanted)
     meta = directory / "meta.json"
     if meta.exists():
