@@ -223,14 +223,14 @@ def resolve(reference: str, listing: Listing, lacks: Lack, acts: bool) -> JobDes
     jobs were launched there from here.
     """
     if not acts and not remote_launches(listing.settings):
-        job = choose_job(reference, listing.nearby(), lacks)
+        job = choose_job(reference, listing.nearby(), lacks, acts)
         if job is not None:
             remote = [backend.title for backend in listing.backends if backend.is_remote]
             if reference == "latest" and remote:
                 reason = f"{remote[0]} was not asked, since no job was launched there from here"
                 logger.info(f"latest is {job.named}; {reason}")
             return job
-    return choose_job(reference, iter(listing), lacks)
+    return choose_job(reference, iter(listing), lacks, acts)
 
 
 def is_nearby_id(reference: str, settings: Settings) -> bool:
@@ -252,17 +252,22 @@ def remote_launches(settings: Settings) -> list[str]:
     return job_ids
 
 
-def choose_job(reference: str, jobs: Jobs, lacks: Lack) -> JobDescription | None:
-    """Choose the one of these jobs that a reference means.
+def choose_job(reference: str, jobs: Jobs, lacks: Lack, acts: bool) -> JobDescription | None:
+    """Choose the one of these jobs that a reference means; None if it means none.
 
-    Raises InputError if it is a part of several ids.
+    If the job will be changed (`acts`), the log names the other running jobs of its name. Raises
+    InputError if the reference is a part of several ids.
     """
     if reference == "latest":
         return newest(jobs, lacks)
     every = list(jobs)
     of_name = [job for job in every if job.name == reference]
     if of_name:
-        return newest(iter(of_name), lacks)
+        job = newest(iter(of_name), lacks)
+        for other in of_name:
+            if acts and other.is_running and other is not job:
+                logger.info(f"another job of the name {reference} is running: {other.job_id}")
+        return job
     matches = [job for job in every if is_part(reference, job.job_id)]
     if len(matches) > 1:
         raise ambiguous(reference, [job.named for job in matches], "jobs", "id")

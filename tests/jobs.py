@@ -86,9 +86,9 @@ def write_job(directory: Path, resume: str | None = None, job: TrainingJob | Non
 
 
 @contextmanager
-def running(directory: Path) -> Iterator[Path]:
+def running(directory: Path, job: TrainingJob | None = None) -> Iterator[Path]:
     """A job that seems to run, as somebody holds its lock."""
-    write_job(directory)
+    write_job(directory, job=job)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield directory

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import launching
 import pytest
 from access import ACCOUNT
-from jobs import copy_job, write_job
+from jobs import copy_job, running, write_job
 from sagemaker_jobs import CHECKPOINT
 
 import sm_nanogpt as sm
@@ -399,6 +399,19 @@ def test_a_name_means_the_newest_job_that_has_the_part(job, cli):
     ran = cli("fetch-and-sample", "first", "--max-new-tokens", "3").good
     assert f"{newer} is Failed and has no model; the newest other job is {older}" in ran.err
     assert f"/models/{older}/" in ran.err
+
+
+def test_a_stop_by_name_names_the_other_jobs_that_run(home, cli, monkeypatch):
+    stop = Mock(side_effect=ServiceError("not now"))
+    monkeypatch.setattr("sm_nanogpt.launcher.tracking.TrackedJob.stop", stop)
+    older, newer = (f"sm-nanogpt-2020010{day}-000000-abcdef" for day in (1, 2))
+    job = TrainingJob(instance="local", data="file:///text", name="twice")
+    with running(home / "jobs" / older, job), running(home / "jobs" / newer, job):
+        ran = cli("stop", "twice")
+        shown = cli("status", "twice")
+    assert f"another job of the name twice is running: {older}\n" in ran.err
+    assert f"twice is job {newer}\n" in ran.err
+    assert "another job" not in shown.err
 
 
 def test_the_name_of_somebody_elses_job_is_not_taken_over(s3, cli, become, two):
