@@ -117,7 +117,7 @@ def text_of(value: object) -> str:
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
-def not_installed(package: str) -> InputError:
+def not_installed_error(package: str) -> InputError:
     """Return the error for a missing package, which the extra `data` installs."""
     return InputError(
         f"the package {package} is missing; in the clone of sm-nanogpt, install it as you installed"

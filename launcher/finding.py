@@ -35,7 +35,7 @@ Part = Literal["model", "curve"]  # the part of a job that a command reads
 Jobs = Iterator[JobDescription]  # the newest job first
 
 
-def not_asked(settings: Settings) -> str:
+def why_not_asked(settings: Settings) -> str:
     """The end of a message about jobs, which says which backends were not asked, and why; or ''."""
     notes = ""
     for backend in all_backends():
@@ -63,15 +63,15 @@ class Listing:
     def __iter__(self) -> Jobs:
         return self.read(self.backends)
 
-    def nearby(self) -> Jobs:
+    def of_this_machine(self) -> Jobs:
         """The jobs of this machine, without those that need a network."""
         return self.read(without_network(self.backends))
 
     def read(self, backends: list[type[Backend]]) -> Jobs:
-        lists = [self.read_one(backend) for backend in backends]
+        lists = [self.read_backend(backend) for backend in backends]
         return heapq.merge(*lists, key=lambda job: job.launched, reverse=True)
 
-    def read_one(self, backend: type[Backend]) -> Jobs:
+    def read_backend(self, backend: type[Backend]) -> Jobs:
         try:
             for job in backend(self.settings).list(self.everyone, self.name):
                 if isinstance(job, UnreadableJob):
@@ -104,17 +104,17 @@ def find(
             if description is not None:
                 return backend, description
             searched.append(location)
-    raise missing_job(job_id, searched, settings)
+    raise missing_job_error(job_id, searched, settings)
 
 
-def missing_job(job_id: str, searched: Sequence[str], settings: Settings) -> Missing:
+def missing_job_error(job_id: str, searched: Sequence[str], settings: Settings) -> Missing:
     """The error for a job that no backend knows.
 
     searched: where backends have searched, as phrases such as `on this machine`; it may be empty.
     """
     problem = f"there is no job {job_id!r}"
     if searched:
-        problem += f" {' or '.join(searched)}{not_asked(settings)}"
+        problem += f" {' or '.join(searched)}{why_not_asked(settings)}"
         fetched_models = sorted((settings.models_dir / job_id).glob("*/"))
         if fetched_models:  # of a deleted job
             problem += f"; its model is in {fetched_models[0]}"
@@ -134,7 +134,7 @@ def similar_jobs(reference: str, settings: Settings) -> str:
     The jobs of this machine, and those that were launched from here, are compared. This needs no
     network.
     """
-    jobs = list(Listing(settings).nearby())
+    jobs = list(Listing(settings).of_this_machine())
     job_ids = {job.job_id for job in jobs} | set(remote_launches(settings))
     names = {job.name for job in jobs if job.name is not None}
     return similar_to(reference, job_ids, names)
@@ -174,11 +174,11 @@ def full_id(
         return reference
     if reads == "model" and (is_path(reference) or path_of(reference).is_file()):
         return reference
-    if is_nearby_id(reference, settings):
+    if is_id_of_this_machine(reference, settings):
         return reference
     listing = Listing(settings)
-    lacks = partial(lack_of, reads=reads, settings=settings)
-    job = resolve(reference, listing, lacks, acts)
+    why_not_meant = partial(why_without_part, reads=reads, settings=settings)
+    job = resolve(reference, listing, why_not_meant, acts)
     is_latest = reference == "latest"
     for unreadable in listing.unreadable:
         if is_latest and (acts or job is None):  # it may be the latest job
@@ -192,7 +192,7 @@ def full_id(
         return job.job_id
     if job is None:
         if is_latest:
-            raise ServiceError(f"you have no jobs yet{not_asked(settings)}", "no-jobs-yet")
+            raise ServiceError(f"you have no jobs yet{why_not_asked(settings)}", "no-jobs-yet")
         return reference
     if is_latest:
         for backend in all_backends():
@@ -202,10 +202,12 @@ def full_id(
     return job.job_id
 
 
-Lack = Callable[[JobDescription], str]  # says why `latest` or a name does not mean a job, or ''
+WhyNotMeant = Callable[
+    [JobDescription], str
+]  # says why `latest` or a name does not mean a job, or ''
 
 
-def lack_of(job: JobDescription, reads: Part | None, settings: Settings) -> str:
+def why_without_part(job: JobDescription, reads: Part | None, settings: Settings) -> str:
     """Why a job does not have the part that a command reads, or ''."""
     if reads is None:
         return ""
@@ -216,27 +218,29 @@ def lack_of(job: JobDescription, reads: Part | None, settings: Settings) -> str:
     return ""
 
 
-def resolve(reference: str, listing: Listing, lacks: Lack, acts: bool) -> JobDescription | None:
+def resolve(
+    reference: str, listing: Listing, why_not_meant: WhyNotMeant, acts: bool
+) -> JobDescription | None:
     """The job that a reference means; None if there is none.
 
     If this machine has the job, a command that changes no job does not ask remote backends, unless
     jobs were launched there from here.
     """
     if not acts and not remote_launches(listing.settings):
-        job = choose_job(reference, listing.nearby(), lacks, acts)
+        job = choose_job(reference, listing.of_this_machine(), why_not_meant, acts)
         if job is not None:
             remote = [backend.title for backend in listing.backends if backend.is_remote]
             if reference == "latest" and remote:
                 reason = f"{remote[0]} was not asked, since no job was launched there from here"
                 logger.info(f"latest is {job.named}; {reason}")
             return job
-    return choose_job(reference, iter(listing), lacks, acts)
+    return choose_job(reference, iter(listing), why_not_meant, acts)
 
 
-def is_nearby_id(reference: str, settings: Settings) -> bool:
+def is_id_of_this_machine(reference: str, settings: Settings) -> bool:
     """True if a reference is the id of a job that can be found without a network."""
-    nearby = without_network(configured_backends(settings))
-    return any(backend(settings).describe(reference) is not None for backend in nearby)
+    local_backends = without_network(configured_backends(settings))
+    return any(backend(settings).describe(reference) is not None for backend in local_backends)
 
 
 def without_network(backends: Iterable[type[Backend]]) -> list[type[Backend]]:
@@ -252,29 +256,31 @@ def remote_launches(settings: Settings) -> list[str]:
     return job_ids
 
 
-def choose_job(reference: str, jobs: Jobs, lacks: Lack, acts: bool) -> JobDescription | None:
+def choose_job(
+    reference: str, jobs: Jobs, why_not_meant: WhyNotMeant, acts: bool
+) -> JobDescription | None:
     """Choose the one of these jobs that a reference means; None if it means none.
 
     If the job will be changed (`acts`), the log names the other running jobs of its name. Raises
     InputError if the reference is a part of several ids.
     """
     if reference == "latest":
-        return newest(jobs, lacks)
-    every = list(jobs)
-    of_name = [job for job in every if job.name == reference]
+        return newest(jobs, why_not_meant)
+    all_jobs = list(jobs)
+    of_name = [job for job in all_jobs if job.name == reference]
     if of_name:
-        job = newest(iter(of_name), lacks)
+        job = newest(iter(of_name), why_not_meant)
         for other in of_name:
             if acts and other.is_running and other is not job:
                 logger.info(f"another job of the name {reference} is running: {other.job_id}")
         return job
-    matches = [job for job in every if is_part(reference, job.job_id)]
+    matches = [job for job in all_jobs if is_part(reference, job.job_id)]
     if len(matches) > 1:
-        raise ambiguous(reference, [job.named for job in matches], "jobs", "id")
+        raise ambiguity_error(reference, [job.named for job in matches], "jobs", "id")
     return matches[0] if matches else None
 
 
-def ambiguous(reference: str, matches: Sequence[str], kind: str, part: str) -> InputError:
+def ambiguity_error(reference: str, matches: Sequence[str], kind: str, part: str) -> InputError:
     """The error for a reference that several jobs or uploads match.
 
     kind is what they are, such as `jobs`, and part is what to give more of: `id` or `name`.
@@ -297,12 +303,12 @@ def is_part(text: str, job_id: str) -> bool:
     return job_id.startswith(text) or job_id.endswith(text) or text in times
 
 
-def newest(jobs: Jobs, lacks: Lack) -> JobDescription | None:
-    """The first of these jobs that lacks nothing; if there is none, the first job."""
+def newest(jobs: Jobs, why_not_meant: WhyNotMeant) -> JobDescription | None:
+    """The first of these jobs that why_not_meant nothing; if there is none, the first job."""
     first = None
     problem = ""
     for job in jobs:
-        lack = lacks(job)
+        lack = why_not_meant(job)
         if not lack:
             if first is not None:
                 logger.info(f"{first.job_id} {problem}; the newest other job is {job.named}")

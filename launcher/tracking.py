@@ -165,7 +165,7 @@ class TrackedJob:
         """
         backend, description = self.find()
         if description.is_running:
-            raise still_runs(description, self.settings)
+            raise still_runs_error(description, self.settings)
         locations = list(backend.directories(self.id))
         if not keep_model:
             locations.insert(0, storage.to_uri(self.settings.models_dir / self.id))
@@ -228,7 +228,7 @@ def other_owner(job: JobDescription, settings: Settings) -> str:
     return backend_for(job.instance, settings).other_owner(job)
 
 
-def still_runs(job: JobDescription, settings: Settings) -> ServiceError:
+def still_runs_error(job: JobDescription, settings: Settings) -> ServiceError:
     """The error for a running job that has to end first, with its owner if that is another user."""
     problem = f"job {job.job_id} is {job.status}"
     owner = other_owner(job, settings)

@@ -23,9 +23,9 @@ from sm_nanogpt.launcher.cli.options import (
     Command,
     JobParameter,
     OutputFile,
+    ask_if_not_yours,
     check_output_file,
     settings_of,
-    unless_not_yours,
     valued,
 )
 from sm_nanogpt.launcher.cli.remedies import command, options, reason_of
@@ -379,7 +379,7 @@ def stop_command(job_id: str | None, group: str | None, yes: bool) -> None:
         return
     assert job_id is not None
     job = TrackedJob(job_id, settings)
-    description = unless_not_yours(job.stop, f"Stop job {job_id}?", yes)
+    description = ask_if_not_yours(job.stop, f"Stop job {job_id}?", yes)
     if backend_class(description.instance).saves_when_stopped:
         note("stopping after a checkpoint")
     else:
@@ -403,7 +403,7 @@ def stop_jobs_of(reference: str, settings: Settings, yes: bool) -> None:
         kind = "sweep"
         again = command("launch", "--resume", group.id)
     stop_jobs = partial(stop_group, group, settings)
-    for job in unless_not_yours(stop_jobs, f"Stop {kind} {group.id}?", yes):
+    for job in ask_if_not_yours(stop_jobs, f"Stop {kind} {group.id}?", yes):
         note(f"stopping {job.job_id}")
         TrackedJob(job.job_id, settings).wait_for_end()
     note(f"{kind} {group.id} is stopped; `{again}` continues it")

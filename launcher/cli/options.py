@@ -360,7 +360,7 @@ def agree(question: str, yes: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def unless_not_yours(act: Callable[..., T], question: str, yes: bool) -> T:
+def ask_if_not_yours(act: Callable[..., T], question: str, yes: bool) -> T:
     """Call `act(confirmed=...)`, and ask in a terminal if it would change another user's job.
 
     confirmed is True if the user passed --yes, or agrees. Without a terminal, NotYours is raised.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from sm_nanogpt.launcher.backends import Backend, backend_class, backend_for
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
-from sm_nanogpt.launcher.finding import Listing, is_part, not_asked, similar_to
+from sm_nanogpt.launcher.finding import Listing, is_part, similar_to, why_not_asked
 from sm_nanogpt.launcher.groups.sweep import SweepLedger
 from sm_nanogpt.launcher.job import FULL_ID
 from sm_nanogpt.launcher.launching.names import Member, member_of, next_try, recorded_groups
@@ -91,7 +91,7 @@ def no_such_sweep_error(
 ) -> InputError:
     """The error for a reference to none of the sweeps, or to several."""
     if not sweep_ids:
-        problem = f"there are no sweeps yet{not_asked(settings)}"
+        problem = f"there are no sweeps yet{why_not_asked(settings)}"
     elif matches:
         problem = f"{reference!r} matches {len(matches)} sweeps"
     else:

@@ -265,7 +265,7 @@ def check_name(request: Request, settings: Settings) -> None:
     listing = Listing(settings, name=request.name)
     if owner is None:
         asks_remote = is_remote or remote_launches(settings)
-        jobs = iter(listing) if asks_remote else listing.nearby()
+        jobs = iter(listing) if asks_remote else listing.of_this_machine()
         job = next(jobs, None)
         owner = job.job_id if job is not None else None
     if owner is not None:

@@ -17,7 +17,7 @@ from sm_nanogpt.launcher.instances import has_local_disks, types_of
 from sm_nanogpt.launcher.job import Request, TrainingJob
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import find_source
-from sm_nanogpt.launcher.tracking import still_runs
+from sm_nanogpt.launcher.tracking import still_runs_error
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def find_earlier_job(request: Request, settings: Settings) -> EarlierJob | None:
 
     backend, description = find(request.resume, settings.with_offline(False))
     if description.is_running:
-        raise still_runs(description, settings.with_offline(False))
+        raise still_runs_error(description, settings.with_offline(False))
     if description.checkpoint_uri is None:
         state = f"job {request.resume} is {description.status}"
         raise ServiceError(f"{state}, and left no checkpoint to resume from")

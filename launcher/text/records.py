@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from sm_nanogpt.launcher.errors import InputError, did_you_mean, not_installed
+from sm_nanogpt.launcher.errors import InputError, did_you_mean, not_installed_error
 from sm_nanogpt.launcher.files.progress import CHUNK_BYTES
 from sm_nanogpt.launcher.models.encoder import MAX_PIECE
 from sm_nanogpt.launcher.text.chats import FIELDS, may_be_chat, turns_of
@@ -272,7 +272,7 @@ def read_parquet(content: IO[bytes], file: File) -> Records:
         import pyarrow
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise not_installed("pyarrow") from None
+        raise not_installed_error("pyarrow") from None
     name = file.shown
     column = file.column
     unpacking = Unpacking(name, content.seek(0, io.SEEK_END))

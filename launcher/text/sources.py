@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sm_nanogpt.launcher.errors import InputError, ServiceError, not_installed
+from sm_nanogpt.launcher.errors import InputError, ServiceError, not_installed_error
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.progress import Progress, expect
 from sm_nanogpt.launcher.files.s3 import fsspec_callback, in_parts
@@ -219,7 +219,7 @@ def remote_file_system(location: str, settings: Settings) -> RemoteFileSystem:
     try:
         from huggingface_hub import HfFileSystem
     except ImportError as error:
-        raise not_installed(error.name or "huggingface_hub") from None
+        raise not_installed_error(error.name or "huggingface_hub") from None
     path = location.removeprefix("hf://").rstrip("/")
     return RemoteFileSystem(HfFileSystem(skip_instance_cache=True), path, is_s3=False)
 

@@ -24,7 +24,7 @@ from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.cache import Cache
 from sm_nanogpt.launcher.files.documents import Count, Damaged
 from sm_nanogpt.launcher.files.moved import PART_OF_NAME, UPLOAD_NAME, find_moved
-from sm_nanogpt.launcher.finding import ambiguous, is_part
+from sm_nanogpt.launcher.finding import ambiguity_error, is_part
 from sm_nanogpt.launcher.sagemaker.stack import with_stack
 from sm_nanogpt.launcher.settings import Settings
 
@@ -281,7 +281,7 @@ def choose(part: str, names: Iterable[str]) -> str | None:
     if not matches:
         return None
     if len(matches) > 1:
-        raise ambiguous(part, matches, "uploads", "name")
+        raise ambiguity_error(part, matches, "uploads", "name")
     logger.info(f"{part} is upload {matches[0]}")
     return matches[0]
 
