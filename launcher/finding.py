@@ -36,7 +36,7 @@ Jobs = Iterator[JobDescription]  # the newest job first
 
 
 def why_not_asked(settings: Settings) -> str:
-    """The end of a message about jobs, which says which backends were not asked, and why; or ''."""
+    """Which backends were not asked for jobs, and why, as the end of a message; or ''."""
     notes = ""
     for backend in all_backends():
         reason = backend.why_not_configured(settings)
@@ -202,9 +202,8 @@ def full_id(
     return job.job_id
 
 
-WhyNotMeant = Callable[
-    [JobDescription], str
-]  # says why `latest` or a name does not mean a job, or ''
+# Returns why `latest` or a name does not mean a job, or ''.
+WhyNotMeant = Callable[[JobDescription], str]
 
 
 def why_without_part(job: JobDescription, reads: Part | None, settings: Settings) -> str:
@@ -304,17 +303,19 @@ def is_part(text: str, job_id: str) -> bool:
 
 
 def newest(jobs: Jobs, why_not_meant: WhyNotMeant) -> JobDescription | None:
-    """The first of these jobs that why_not_meant nothing; if there is none, the first job."""
+    """The first of these jobs that can be meant; if there is none, the first job."""
     first = None
-    problem = ""
+    problem_of_first = ""
     for job in jobs:
-        lack = why_not_meant(job)
-        if not lack:
+        problem = why_not_meant(job)
+        if not problem:
             if first is not None:
-                logger.info(f"{first.job_id} {problem}; the newest other job is {job.named}")
+                other = f"the newest other job is {job.named}"
+                logger.info(f"{first.job_id} {problem_of_first}; {other}")
             return job
         if first is None:
-            first, problem = job, lack
+            first = job
+            problem_of_first = problem
     return first
 
 
