@@ -69,7 +69,7 @@ def check_model_file(path: Path) -> None:
         problem = f"a link to {path.resolve()}, which is something else"
     else:
         return
-    raise InputError(f"{path}: {problem}", "not-a-model")
+    raise InputError(f"{path}: {problem}", code="not-a-model")
 
 
 def fits_name(path: Path) -> bool:

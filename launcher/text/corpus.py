@@ -84,7 +84,9 @@ def upload_data(
         me=me,
     )
     if me and tokenizer is None:
-        raise InputError("is for chats, which are read as tokens", "chats-as-tokens", field="me")
+        raise InputError(
+            "is for chats, which are read as tokens", code="chats-as-tokens", field="me"
+        )
     settings = settings or load_settings()
     with open_sources(texts, settings, code="first-text") as sources:
         # A wrong path is refused before AWS is asked.
@@ -207,7 +209,7 @@ def send_tokens(
         tokenizer = find_tokenizer(str(tokenizer_name), settings)
         if survey.chats and tokenizer.unit == "characters":
             problem = "was trained on characters and cannot learn conversations"
-            raise InputError(f"{tokenizer_name} {problem}", "needs-bpe")
+            raise InputError(f"{tokenizer_name} {problem}", code="needs-bpe")
         recipe = json.dumps(tokenizer.document, ensure_ascii=False)
 
     key = hashlib.sha256(f"{TOKENS_VERSION} {survey.sha256} {recipe}".encode()).hexdigest()

@@ -163,7 +163,7 @@ def with_incomplete_end(
         return not_text(name, EncodingFault(chunk, index, "utf-8", decoder.cursor))
     code = "mend-utf8" if decoder.n_beyond_ascii > FEW_BYTES else ""
     problem = f"it ends inside a character, at {decoder.cursor}; was it cut?"
-    return InputError(f"{name}: is not UTF-8 text ({problem})", code)
+    return InputError(f"{name}: is not UTF-8 text ({problem})", code=code)
 
 
 def with_zero(name: object, content: bytes, zero: int, cursor: Cursor, position: int) -> InputError:
@@ -180,7 +180,7 @@ def with_zero(name: object, content: bytes, zero: int, cursor: Cursor, position:
     if n_controls * 100 > len(content):
         return InputError(f"{name}: is a binary file ({zero_at}), not text")
     problem = f"has {zero_at} ({cursor}), as texts of PDFs may"
-    return InputError(f"{name}: {problem}", "leave-out-zeros")
+    return InputError(f"{name}: {problem}", code="leave-out-zeros")
 
 
 def not_text(name: object, fault: EncodingFault) -> InputError:
@@ -211,7 +211,7 @@ def error_if_nearly_utf8(name: object, fault: EncodingFault) -> InputError | Non
     n_other_faults = n_faulty - 3 * n_surrogates  # a surrogate has three bytes
     if n_surrogates and n_other_faults <= n_valid:
         problem = f"has surrogates ({fault}), as databases and Java write in CESU-8"
-        return InputError(f"{name}: {problem}", "mend-surrogates")
+        return InputError(f"{name}: {problem}", code="mend-surrogates")
 
     has_mark = fault.encoding == "utf-8-sig"
     is_mostly_valid = n_valid > n_faulty
@@ -220,7 +220,7 @@ def error_if_nearly_utf8(name: object, fault: EncodingFault) -> InputError | Non
     n_lines = count_faulty_lines(text, faulty_parts)
     lines = "one line" if n_lines == 1 else f"{n_lines:,} lines, the first"
     mark = "has the byte order mark of UTF-8, and " if has_mark else ""
-    return InputError(f"{name}: {mark}is UTF-8 except for {lines} ({fault})", "mend-utf8")
+    return InputError(f"{name}: {mark}is UTF-8 except for {lines} ({fault})", code="mend-utf8")
 
 
 def count_faulty_lines(text: str, faulty_parts: Sequence[re.Match[str]]) -> int:
@@ -250,7 +250,7 @@ def in_another_encoding(problem: str, fault: EncodingFault, guesses: list[str]) 
     names = " or ".join(guesses[:2])
     return InputError(
         f"{problem}, but perhaps {names}; in {guess} it reads {excerpt!r}",
-        "give-encoding",
+        code="give-encoding",
         encoding=guess,
     )
 

@@ -280,11 +280,11 @@ def records_need_tokens(file: File) -> InputError:
     people = list_counts(skipped.talks.authors)  # of a chat that a messenger exported
     if people:
         problem = f"{file.shown}: is a chat of {people}, which is read as tokens"
-        return InputError(problem, "talks-need-tokens", path=path)
+        return InputError(problem, code="talks-need-tokens", path=path)
     problem = f"{file.shown}: is {file.format.name}, which is read as tokens"
     if document is not None and document.is_chat:
-        return InputError(problem, "chats-need-tokens", path=path)
-    return InputError(problem, "needs-tokens", path=path)
+        return InputError(problem, code="chats-need-tokens", path=path)
+    return InputError(problem, code="needs-tokens", path=path)
 
 
 def unreadable(path: Path, source: TextSource, problem: str = "permission denied") -> InputError:
@@ -292,7 +292,7 @@ def unreadable(path: Path, source: TextSource, problem: str = "permission denied
     if path == source.path:
         return InputError(f"{source.shown(path)}: {problem}")
     glob = shlex.quote(path.relative_to(source.path).as_posix())
-    return InputError(f"{source.shown(path)}: {problem}", "leave-out", glob=glob)
+    return InputError(f"{source.shown(path)}: {problem}", code="leave-out", glob=glob)
 
 
 def check_no_saved_dataset(folder: Path, source: TextSource, names: Sequence[str]) -> None:

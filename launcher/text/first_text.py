@@ -47,9 +47,9 @@ def download_shakespeare() -> bytes:
     except Exception as error:
         reason = str(getattr(error, "reason", error))
         problem = reason or f"no answer within {PATIENCE_SECONDS:.0f} s"
-        raise ServiceError(f"{SHAKESPEARE_URL}: {problem}", "own-text") from None
+        raise ServiceError(f"{SHAKESPEARE_URL}: {problem}", code="own-text") from None
     if not is_shakespeare(content):  # it may be a page of a proxy
-        raise ServiceError(f"{SHAKESPEARE_URL}: the answer is another file", "own-text")
+        raise ServiceError(f"{SHAKESPEARE_URL}: the answer is another file", code="own-text")
     return content
 
 

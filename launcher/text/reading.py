@@ -215,7 +215,7 @@ def open_text(file: File) -> Iterator[io.BufferedReader]:
     except InputError as error:
         if file.compression and advises_on_plain_file(error):
             unpack = fill_in(file.compression.advice, file.shown)
-            raise InputError(f"{error}; unpack it first: {unpack}", error.code) from None
+            raise InputError(f"{error}; unpack it first: {unpack}", code=error.code) from None
         raise
     except (UnicodeError, OSError, EOFError, zlib.error, zstd.ZstdError) as error:
         raise InputError(f"{file.shown}: {reading_problem(error, file)}") from None

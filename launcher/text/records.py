@@ -256,7 +256,7 @@ def no_field(problem: str, column: str, text_fields: Sequence[str]) -> InputErro
     suggestion = did_you_mean(column, text_fields)
     if suggestion:
         problem += f"; {suggestion}"
-    return InputError(problem, "other-column")
+    return InputError(problem, code="other-column")
 
 
 # -- Parquet ---------------------------------------------------------------------------------------

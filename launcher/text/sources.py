@@ -130,7 +130,7 @@ def find_path(location: str, code: str = "") -> Path:
     with suppress(OSError):  # find_files reports it
         if path is not None and path.exists():
             return path
-    raise InputError(f"{location}: no such file or directory", code)
+    raise InputError(f"{location}: no such file or directory", code=code)
 
 
 def name_of(location: str | Path) -> str:

@@ -223,7 +223,7 @@ def no_upload(typed: str, names: Iterable[str]) -> InputError:
     suggestion = similar_uploads(typed, names)
     if suggestion:
         problem += f"; {suggestion}"
-    return InputError(problem, "no-upload")
+    return InputError(problem, code="no-upload")
 
 
 def similar_uploads(typed: str, names: Iterable[str]) -> str:
@@ -316,8 +316,8 @@ def last_upload(settings: Settings) -> str:
         uris = [uri for uri in uris if uri.rpartition("/data/")[0] in stores]
     if not uris:
         problem = f"nothing was uploaded to {settings.data_store} from here"
-        raise InputError(problem, "no-last-upload")
+        raise InputError(problem, code="no-last-upload")
     uri = uris[-1]
     if not is_uploaded(uri, settings, if_offline=True):
-        raise InputError(f"the last upload, {uri}, is deleted or incomplete", "no-last-upload")
+        raise InputError(f"the last upload, {uri}, is deleted or incomplete", code="no-last-upload")
     return uri

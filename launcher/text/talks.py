@@ -83,7 +83,7 @@ class Talks:
             problem = f"{self.first_position}: is a chat of {people}"
             if self.n_talks > 1:
                 problem = f"{self.first_position} and {self.n_talks - 1:,} more: chats of {people}"
-            raise InputError(problem, "give-me")
+            raise InputError(problem, code="give-me")
         if self.authors and self.me not in self.authors:
             problem = f"wrote no message; these did: {list_counts(self.authors)}"
             raise InputError(problem, field="me", value=self.me)
