@@ -83,7 +83,7 @@ class TextDecoder:
             fault = EncodingFault(
                 content, error.start, self.codec, self.cursor, self.n_beyond_ascii
             )
-            raise not_text(self.name, fault) from None
+            raise encoding_error(self.name, fault) from None
         self.n_beyond_ascii += len(chunk) - len(text)
         self.cursor.advance(text)
         return text
@@ -101,13 +101,13 @@ def read_text(file: IO[bytes], name: object) -> Iterator[str]:
         zero = chunk.find(0)
         if zero >= 0:
             decoder.cursor.advance(chunk[:zero].decode(errors="ignore"))
-            raise with_zero(name, chunk + file.read(SAMPLE_BYTES), zero, decoder.cursor, position)
+            raise zero_error(name, chunk + file.read(SAMPLE_BYTES), zero, decoder.cursor, position)
         yield decoder.decode(chunk)
         position += len(chunk)
         last_chunk = chunk
     incomplete, _ = decoder.decoder.getstate()
     if incomplete:
-        raise with_incomplete_end(name, last_chunk, incomplete, decoder)
+        raise incomplete_end_error(name, last_chunk, incomplete, decoder)
 
 
 def as_utf8(file: IO[bytes], name: object, encoding: str = "utf-8") -> io.BufferedReader:
@@ -151,7 +151,7 @@ class EncodingFault:
         return f"{position}: byte 0x{self.content[self.index]:02x}"
 
 
-def with_incomplete_end(
+def incomplete_end_error(
     name: object, chunk: bytes, incomplete: bytes, decoder: TextDecoder
 ) -> InputError:
     """The error for a text that ends inside a character, or with a byte of another encoding.
@@ -160,13 +160,15 @@ def with_incomplete_end(
     """
     if len(incomplete) == 1 and decoder.n_beyond_ascii <= FEW_BYTES:
         index = len(chunk) - len(incomplete)
-        return not_text(name, EncodingFault(chunk, index, "utf-8", decoder.cursor))
+        return encoding_error(name, EncodingFault(chunk, index, "utf-8", decoder.cursor))
     code = "mend-utf8" if decoder.n_beyond_ascii > FEW_BYTES else ""
     problem = f"it ends inside a character, at {decoder.cursor}; was it cut?"
     return InputError(f"{name}: is not UTF-8 text ({problem})", code=code)
 
 
-def with_zero(name: object, content: bytes, zero: int, cursor: Cursor, position: int) -> InputError:
+def zero_error(
+    name: object, content: bytes, zero: int, cursor: Cursor, position: int
+) -> InputError:
     """The error for a text with a zero: it is UTF-16, it has some zeros, or it is binary.
 
     zero is the index of the zero in `content`, which begins at byte `position` of its file.
@@ -174,7 +176,7 @@ def with_zero(name: object, content: bytes, zero: int, cursor: Cursor, position:
     guesses = guess_encodings(content[:GUESS_BYTES])
     if guesses and guesses[0].startswith("utf_16"):
         fault = EncodingFault(content, 0)
-        return in_another_encoding(f"{name}: is not UTF-8 text ({cursor})", fault, guesses)
+        return other_encoding_error(f"{name}: is not UTF-8 text ({cursor})", fault, guesses)
     n_controls = len(content) - len(content.translate(None, CONTROLS))
     zero_at = f"a zero at byte {position + zero}"
     if n_controls * 100 > len(content):
@@ -183,20 +185,20 @@ def with_zero(name: object, content: bytes, zero: int, cursor: Cursor, position:
     return InputError(f"{name}: {problem}", code="leave-out-zeros")
 
 
-def not_text(name: object, fault: EncodingFault) -> InputError:
+def encoding_error(name: object, fault: EncodingFault) -> InputError:
     """The error for a text that is not in its encoding, with the one that it may have."""
     encoding = fault.encoding.removesuffix("-sig")
     if encoding == "utf-8":
-        error = error_if_nearly_utf8(name, fault)
+        error = nearly_utf8_error(name, fault)
         if error is not None:
             return error
     begin = fault.line_begin
     line = replace(fault, content=fault.content[begin:], index=fault.index - begin)
     guesses = guess_encodings(line.content[:GUESS_BYTES])
-    return in_another_encoding(f"{name}: is not {encoding.upper()} text ({fault})", line, guesses)
+    return other_encoding_error(f"{name}: is not {encoding.upper()} text ({fault})", line, guesses)
 
 
-def error_if_nearly_utf8(name: object, fault: EncodingFault) -> InputError | None:
+def nearly_utf8_error(name: object, fault: EncodingFault) -> InputError | None:
     """The error for a text that is UTF-8 except for a few bytes; None for any other text.
 
     To read such a text in another encoding would spoil it. A text with the byte order mark of
@@ -237,7 +239,7 @@ def count_faulty_lines(text: str, faulty_parts: Sequence[re.Match[str]]) -> int:
     return n_lines
 
 
-def in_another_encoding(problem: str, fault: EncodingFault, guesses: list[str]) -> InputError:
+def other_encoding_error(problem: str, fault: EncodingFault, guesses: list[str]) -> InputError:
     """The error for a text with the encoding that it may have, and how it reads in that one."""
     codec = codecs.lookup(fault.encoding.removesuffix("-sig")).name
     guesses = [guess for guess in guesses if codecs.lookup(guess).name != codec]

@@ -150,7 +150,7 @@ class FileFinder:
             prefix = Path() if self.is_single else Path(root.resolve().name)
             for path in paths:
                 if not os.access(path, os.R_OK):
-                    raise unreadable(path, source)
+                    raise unreadable_error(path, source)
                 self.add_file(path, source, prefix / path.relative_to(root))
         elif not self.exclude.match(root, root):
             source.fetch([root], self.progress)
@@ -167,7 +167,7 @@ class FileFinder:
             me=self.options.me,
         )
         if not (file.format.is_plain or self.options.records):
-            raise records_need_tokens(file)
+            raise needs_tokens_error(file)
         if not is_utf8(str(name)):
             shown = os.fsencode(path).decode(errors="backslashreplace")
             raise InputError(f"{shown}: its name is not UTF-8; rename it")
@@ -216,7 +216,7 @@ class FileFinder:
         """
 
         def raise_unreadable(error: OSError) -> None:  # os.walk would ignore the error
-            raise unreadable(Path(error.filename), source, os_reason(error))
+            raise unreadable_error(Path(error.filename), source, os_reason(error))
 
         for directory, folders, names in os.walk(source.path, onerror=raise_unreadable):
             check_no_saved_dataset(Path(directory), source, names)
@@ -270,7 +270,7 @@ class FileFinder:
         return [(f"no text is there; {message}", remedy) for message, remedy in messages]
 
 
-def records_need_tokens(file: File) -> InputError:
+def needs_tokens_error(file: File) -> InputError:
     """The error for a file of records, if the upload is to be characters."""
     skipped = Skipped()
     document = None
@@ -287,7 +287,9 @@ def records_need_tokens(file: File) -> InputError:
     return InputError(problem, code="needs-tokens", path=path)
 
 
-def unreadable(path: Path, source: TextSource, problem: str = "permission denied") -> InputError:
+def unreadable_error(
+    path: Path, source: TextSource, problem: str = "permission denied"
+) -> InputError:
     """The error for a file or folder of a source that cannot be opened."""
     if path == source.path:
         return InputError(f"{source.shown(path)}: {problem}")

@@ -19,7 +19,7 @@ from sm_nanogpt.launcher.errors import InputError, did_you_mean, not_installed_e
 from sm_nanogpt.launcher.files.progress import CHUNK_BYTES
 from sm_nanogpt.launcher.models.encoder import MAX_PIECE
 from sm_nanogpt.launcher.text.chats import FIELDS, may_be_chat, turns_of
-from sm_nanogpt.launcher.text.encodings import EncodingFault, not_text, read_text
+from sm_nanogpt.launcher.text.encodings import EncodingFault, encoding_error, read_text
 from sm_nanogpt.launcher.text.exports import WHOLE_FILE, is_no_chat, why_no_document
 from sm_nanogpt.launcher.text.messengers import talks_in_json
 from sm_nanogpt.launcher.text.tables import read_rows
@@ -85,10 +85,10 @@ def text_pieces(record: Any, position: str, column: str) -> list[str]:
             text = ""
         if isinstance(text, str):
             return [text[begin : begin + MAX_PIECE] for begin in range(0, len(text), MAX_PIECE)]
-    raise no_document(record, position, column).within(position)
+    raise no_document_error(record, position, column).within(position)
 
 
-def no_document(record: Any, position: str, column: str) -> InputError:
+def no_document_error(record: Any, position: str, column: str) -> InputError:
     """The error for a record that is no document, with a command that makes documents of it."""
     problem = why_no_document(record, position, column)
     if problem:
@@ -97,8 +97,8 @@ def no_document(record: Any, position: str, column: str) -> InputError:
         return InputError('no JSON object; records are like {"text": "..."} or {"messages": [...]}')
     text_fields = [name for name, value in record.items() if isinstance(value, str)]
     if column in record:
-        return no_field(f"`{column}` is no text", column, text_fields)
-    return no_field(f"no field `{column}`", column, text_fields)
+        return no_field_error(f"`{column}` is no text", column, text_fields)
+    return no_field_error(f"no field `{column}`", column, text_fields)
 
 
 # -- JSON ------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def read_json_lines(content: IO[bytes], file: File) -> Records:
             record = json.loads(text.rstrip())
         except UnicodeDecodeError as error:
             fault = EncodingFault(line, error.start, n_beyond_ascii=n_beyond_ascii)
-            raise not_text(position, fault) from None
+            raise encoding_error(position, fault) from None
         except (ValueError, RecursionError) as error:
             value = read_whole_file(content) if is_first else None
             if value is None:
@@ -241,10 +241,10 @@ def check_columns(column: str, columns: Sequence[str], text_columns: Sequence[st
                 f"{problem}, and one column, `{columns[0]}`; a first line `sep={separators[0]}`"
                 f" says that {separators[0]} separates cells"
             )
-    raise no_field(problem, column, text_columns)
+    raise no_field_error(problem, column, text_columns)
 
 
-def no_field(problem: str, column: str, text_fields: Sequence[str]) -> InputError:
+def no_field_error(problem: str, column: str, text_fields: Sequence[str]) -> InputError:
     """The error for records without a text in the column, with the fields that hold texts, and
     those whose names are like the column's."""
     if not text_fields:
@@ -313,7 +313,7 @@ def check_schema(schema: Any, column: str) -> None:
     kind = schema.field(column).type
     if not may_be_text_type(kind):
         problem = f"`{column}` is {str(kind)[:80]}, which is no text"
-        raise no_field(problem, column, text_columns)
+        raise no_field_error(problem, column, text_columns)
 
 
 def is_text_type(kind: Any) -> bool:

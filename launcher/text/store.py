@@ -214,19 +214,19 @@ def find_text(typed: str, settings: Settings) -> str:
     for root in roots:
         with suppress(InputError, ServiceError):
             names += names_in(root, settings)
-    raise no_upload(typed, names)
+    raise no_upload_error(typed, names)
 
 
-def no_upload(typed: str, names: Iterable[str]) -> InputError:
+def no_upload_error(typed: str, names: Iterable[str]) -> InputError:
     """The error for a name that is neither a file nor an upload, with similar names of uploads."""
     problem = f"there is neither a file nor an upload {typed}"
-    suggestion = similar_uploads(typed, names)
+    suggestion = upload_suggestion(typed, names)
     if suggestion:
         problem += f"; {suggestion}"
     return InputError(problem, code="no-upload")
 
 
-def similar_uploads(typed: str, names: Iterable[str]) -> str:
+def upload_suggestion(typed: str, names: Iterable[str]) -> str:
     """Return `did you mean A or B?` with uploads, of these, whose names are like a word, or ''."""
     names = sorted(set(names))  # two stores may have the same upload, or be one store
     stems = sorted({name.rpartition("-")[0] for name in names})
@@ -247,7 +247,7 @@ def find_by_part(part: str, roots: Iterable[str], settings: Settings) -> str:
     if match is None:
         if failure is not None:
             raise failure.within(f"cannot find the upload {part!r}")
-        raise no_upload(part, uris)
+        raise no_upload_error(part, uris)
     if failure is not None:
         logger.info(f"{failure}; only this machine has been searched for {part}")
     return uris[match]

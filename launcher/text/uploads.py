@@ -22,8 +22,8 @@ from sm_nanogpt.launcher.text.store import (
     check_store_directory,
     choose,
     read_manifest,
-    similar_uploads,
     store_uri,
+    upload_suggestion,
 )
 
 
@@ -85,7 +85,7 @@ def full_name(reference: str, settings: Settings) -> str:
         raise failure.within(f"cannot resolve {reference!r} to the name of an upload")
     if name is not None:
         return name
-    suggestion = similar_uploads(reference, names)
+    suggestion = upload_suggestion(reference, names)
     if suggestion and not similar_jobs(reference, settings):
         raise InputError(f"there is neither a job nor an upload {reference}; {suggestion}")
     return reference

@@ -22,7 +22,7 @@ from sm_nanogpt.launcher.text.store import (
     find_upload,
     last_upload,
     named_by,
-    no_upload,
+    no_upload_error,
 )
 
 
@@ -336,11 +336,15 @@ def test_a_word_of_nothing_is_no_upload(home, two_uploads, word):
 
 def test_a_typo_in_an_upload_is_answered_by_what_is_like_it():
     names = ["notes-0123456789ab", "shakespeare-3270fd896e2e"]
-    assert str(no_upload("shakspeare", names)).endswith(" shakspeare; did you mean shakespeare?")
-    assert str(no_upload("notes-0123456789aa", names)).endswith("mean notes-0123456789ab?")
-    assert str(no_upload("fix", names)) == "there is neither a file nor an upload fix"
+    assert str(no_upload_error("shakspeare", names)).endswith(
+        " shakspeare; did you mean shakespeare?"
+    )
+    assert str(no_upload_error("notes-0123456789aa", names)).endswith("mean notes-0123456789ab?")
+    assert str(no_upload_error("fix", names)) == "there is neither a file nor an upload fix"
     twice = ["fox-0123456789ab", "fox-0123456789ab"]  # of two stores
-    assert str(no_upload("fox-0123456789aa", twice)).endswith("; did you mean fox-0123456789ab?")
+    assert str(no_upload_error("fox-0123456789aa", twice)).endswith(
+        "; did you mean fox-0123456789ab?"
+    )
 
 
 def test_a_word_of_nothing_is_no_path_that_the_user_meant(two_uploads, cli):
