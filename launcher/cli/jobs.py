@@ -85,10 +85,11 @@ def jobs_command(
         raise InputError("--group needs all its jobs, so neither --limit nor --status")
     settings = settings_of()
     listing = Listing(settings, everyone)
+    job_group = None
     jobs: Iterable[JobDescription] = listing
-    members = None if group is None else find_group(group, settings, everyone)
-    if members is not None:
-        jobs = members.newest
+    if group is not None:
+        job_group = find_group(group, settings, everyone)
+        jobs = job_group.newest
     if status is not None:
         jobs = (job for job in jobs if job.status == status)
     selected = list(islice(jobs, limit))
@@ -97,8 +98,8 @@ def jobs_command(
     selected = with_costs(selected, settings)
     if as_json:
         print_json([data_of(job) for job in selected])
-    elif members is not None and not members.is_search:
-        print_ranking(members, SweepLedger(members.id, settings).sweep)
+    elif job_group is not None and not job_group.is_search:
+        print_ranking(job_group, SweepLedger(job_group.id, settings).sweep)
     elif selected:
         print_jobs(selected, everyone)
     elif not (listing.failure or listing.unreadable or status):
@@ -188,9 +189,9 @@ def print_last_lines(lines: list[str]) -> None:
 
 @click.command("metrics", cls=Command)
 @RUN_ID
-@click.option("--csv", "form", flag_value="csv", help="Print CSV.")
-@click.option("--json", "form", flag_value="json", help="Print JSON.")
-def metrics_command(job_id: str, form: str | None) -> None:
+@click.option("--csv", "output_format", flag_value="csv", help="Print CSV.")
+@click.option("--json", "output_format", flag_value="json", help="Print JSON.")
+def metrics_command(job_id: str, output_format: str | None) -> None:
     """Print the rows of a job's training curve. The job may still run.
 
     Example:
@@ -203,9 +204,9 @@ def metrics_command(job_id: str, form: str | None) -> None:
         raise ServiceError(f"job {job_id} has written no metrics")
     note(f"source: {curve.source}")
     names = column_names(curve)
-    if form == "json":
+    if output_format == "json":
         print_json(curve.rows)
-    elif form == "csv":
+    elif output_format == "csv":
         table = csv.DictWriter(sys.stdout, names, lineterminator="\n")
         table.writeheader()
         table.writerows(curve.rows)
@@ -224,14 +225,16 @@ def column_names(curve: Curve) -> list[str]:
     return names
 
 
+# How `metrics` formats the values of a curve, by their names; all others as LOSS_FORMAT.
 FORMATS = {"step": "d", "learning_rate": ".7f", "tokens_per_second": ",.0f"}
+LOSS_FORMAT = ".5f"
 
 
 def cell_of(row: Row, name: str) -> str:
     """A value of a curve as text, or '' if the row lacks it."""
     if name not in row:
         return ""
-    return format(row[name], FORMATS.get(name, ".5f"))
+    return format(row[name], FORMATS.get(name, LOSS_FORMAT))
 
 
 @click.command("logs", cls=Command)
@@ -252,8 +255,10 @@ def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None
     job = TrackedJob(job_id, settings_of())
     has_printed = False
     lines = job.logs(follow, tail, raw)
+    if follow:
+        lines = with_progress_bar(lines, job)
     try:
-        for line in with_progress_bar(lines, job) if follow else lines:
+        for line in lines:
             print_text(line)
             has_printed = True
     except KeyboardInterrupt:
@@ -331,7 +336,8 @@ def jobs_with_curves(reference: str, settings: Settings) -> tuple[str, ...]:
 
 
 def launch_again(job: TrainingJob) -> str:
-    """The command that repeats a job. Values of its environment may be secret and are not shown."""
+    """The command that repeats a job. In place of the values of its environment, which may be
+    secret, it has `...`."""
     from sm_nanogpt.launcher.job import Request
 
     names = Request.model_fields.keys() - {"name", "instance"}
@@ -394,7 +400,7 @@ def stop_jobs_of(reference: str, settings: Settings, yes: bool) -> None:
     from sm_nanogpt.launcher.tracking import TrackedJob
 
     group = find_group(reference, settings)
-    if not group.tries:
+    if not group.tries:  # a sweep: find_group finds a search by its jobs
         raise ServiceError(f"sweep {group.id} has no job yet: press Ctrl-C where `launch` runs it")
     if group.is_search:
         kind = "search"
@@ -403,7 +409,8 @@ def stop_jobs_of(reference: str, settings: Settings, yes: bool) -> None:
         kind = "sweep"
         again = command("launch", "--resume", group.id)
     stop_jobs = partial(stop_group, group, settings)
-    for job in ask_if_not_yours(stop_jobs, f"Stop {kind} {group.id}?", yes):
+    stopped_jobs = ask_if_not_yours(stop_jobs, f"Stop {kind} {group.id}?", yes)
+    for job in stopped_jobs:
         note(f"stopping {job.job_id}")
         TrackedJob(job.job_id, settings).wait_for_end()
     note(f"{kind} {group.id} is stopped; `{again}` continues it")
