@@ -93,7 +93,7 @@ def newest_values(rows: Iterable[Row]) -> Row:
     return values
 
 
-def newest_curve(names: Iterable[str]) -> str:
+def newest_curve_file(names: Iterable[str]) -> str:
     """The newest file of a curve among these names; if there is none, the name of a job's first.
 
     Each start of a job has a file of its own, which also has the rows of earlier starts.
@@ -194,13 +194,13 @@ def braille(dots: Sequence[int], width: int, height: int) -> list[str]:
     last_row = dots[0]
     for column, row in enumerate(dots):
         bits = DOT_BITS[column % DOTS_ACROSS]
-        for dot_row in rows_between(last_row, row):
+        for dot_row in dot_rows_between(last_row, row):
             cells[dot_row // DOTS_DOWN][column // DOTS_ACROSS] |= bits[dot_row % DOTS_DOWN]
         last_row = row
     return ["".join(map(chr, line)).rstrip(chr(BRAILLE)) for line in cells]
 
 
-def rows_between(last_row: int, row: int) -> range:
+def dot_rows_between(last_row: int, row: int) -> range:
     """The rows of the dots that connect a column to the one before it, including its own dot."""
     if row > last_row:
         return range(last_row + 1, row + 1)

@@ -167,7 +167,7 @@ def list_characters(characters: list[str]) -> str:
     return text
 
 
-def must_be(message: str) -> str:
+def rephrased(message: str) -> str:
     """Rephrase a message of pydantic as our own errors are phrased."""
     for phrase, replacement in PYDANTIC_PHRASES.items():
         message = message.replace(phrase, replacement)

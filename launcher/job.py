@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from sm_nanogpt.launcher.backends import LOCAL, Backend, backend_class
-from sm_nanogpt.launcher.errors import InputError, about, did_you_mean, must_be
+from sm_nanogpt.launcher.errors import InputError, about, did_you_mean, rephrased
 from sm_nanogpt.launcher.files.documents import Bytes, Document, Number, Scalar
 from sm_nanogpt.launcher.instances import types_of
 from sm_nanogpt.launcher.machines import DEFAULT_VERSION
@@ -258,7 +258,7 @@ def field_error(error: ValidationError, values: Mapping[str, Any]) -> InputError
     """The error for the first field that pydantic refused. values has the values of all fields."""
     details = error.errors()[0]
     name, *inner = map(str, details["loc"])
-    problem = must_be(details["msg"])
+    problem = rephrased(details["msg"])
     value = details["input"]
     if details["type"] == "missing":
         problem = "is missing"

@@ -20,7 +20,7 @@ from pydantic_settings import (
 )
 
 from sm_nanogpt.entry_point.errors import os_reason
-from sm_nanogpt.launcher.errors import InputError, did_you_mean, must_be
+from sm_nanogpt.launcher.errors import InputError, did_you_mean, rephrased
 from sm_nanogpt.launcher.values import plain
 
 
@@ -211,7 +211,7 @@ def invalid_setting(error: ValidationError, arguments: Container[str]) -> InputE
     if details["type"] == "extra_forbidden":
         problem = no_such_setting(name.lower(), Settings.model_fields)
     else:
-        problem = must_be(details["msg"])
+        problem = rephrased(details["msg"])
     if name in arguments:
         return InputError(problem, field=name, value=value)
     sources = f"{PREFIX}{name.upper()}, or in {config_file()}"

@@ -35,7 +35,7 @@ from sm_nanogpt.launcher.cli import (
     search,
     upload,
 )
-from sm_nanogpt.launcher.cli.options import CommandGroup, valued
+from sm_nanogpt.launcher.cli.options import CommandGroup, value_option
 from sm_nanogpt.launcher.cli.remedies import sentence
 from sm_nanogpt.launcher.cli.show import logs_shown, note, silence
 from sm_nanogpt.launcher.errors import InputError, LauncherError, Terminated, joined
@@ -99,17 +99,19 @@ class Root(CommandGroup):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="sm-nanogpt")
-@valued(
+@value_option(
     "--store URL",
     "Where to keep data and models: s3://bucket/prefix or a directory. Default:"
     " SM_NANOGPT_STORE, config.toml, or the stack; else ~/.sm-nanogpt/store, or for SageMaker"
     " the account's default bucket.",
     type=click.Path(file_okay=False, readable=False),
 )
-@valued("--region NAME", "AWS region (default: from the AWS configuration).")
-@valued("--profile NAME", "AWS profile.")
-@valued("--role ARN", "Execution role for SageMaker (default: from the stack).")
-@valued("--stack NAME", "CloudFormation stack that provides store and role (default: sm-nanogpt).")
+@value_option("--region NAME", "AWS region (default: from the AWS configuration).")
+@value_option("--profile NAME", "AWS profile.")
+@value_option("--role ARN", "Execution role for SageMaker (default: from the stack).")
+@value_option(
+    "--stack NAME", "CloudFormation stack that provides store and role (default: sm-nanogpt)."
+)
 @click.option("--debug", is_flag=True, help="Print the traceback of an error.")
 @click.pass_context
 def cli(context: click.Context, debug: bool, **settings: str | None) -> None:

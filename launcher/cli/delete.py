@@ -19,7 +19,7 @@ from sm_nanogpt.launcher.cli.options import (
     settings_of,
 )
 from sm_nanogpt.launcher.cli.remedies import command, sentence
-from sm_nanogpt.launcher.cli.show import moment, note, print_columns, print_json
+from sm_nanogpt.launcher.cli.show import local_time, note, print_columns, print_json
 from sm_nanogpt.launcher.errors import InputError, ServiceError, did_you_mean, joined
 from sm_nanogpt.launcher.values import counted, in_units
 
@@ -67,7 +67,7 @@ def print_uploads(uploads: list[Stored]) -> None:
         "CHARACTERS": [count_of(upload, "characters") for upload in uploads],
         "TRAIN TOKENS": [count_of(upload, "train_tokens") for upload in uploads],
         "DOCUMENTS": [count_of(upload, "documents") for upload in uploads],
-        "UPLOADED": [moment(upload.written) for upload in uploads],
+        "UPLOADED": [local_time(upload.written) for upload in uploads],
         "USED BY": [ends_of(upload.jobs) for upload in uploads],
         "URI": [upload.uri for upload in uploads],
     }
@@ -247,7 +247,7 @@ def check_unused(upload: Stored, settings: Settings) -> None:
 def uploaded_by(upload: Stored) -> str:
     """Who uploaded to S3, or that an upload may be under way, as a part of a line."""
     if upload.manifest is None:
-        since = moment(upload.written)
+        since = local_time(upload.written)
         return f" since {since}: interrupted, or still under way, maybe by somebody else"
     if not upload.uri.startswith("s3:"):
         return ""

@@ -20,7 +20,7 @@ from sm_nanogpt.launcher.cli.options import (
     InputFile,
     JobParameter,
     settings_of,
-    valued,
+    value_option,
 )
 from sm_nanogpt.launcher.cli.show import note, print_json, print_table, print_text, shown
 from sm_nanogpt.launcher.files.progress import byte_progress
@@ -35,25 +35,27 @@ FILE = InputFile()
 @click.command("eval", cls=Command)
 @MODEL
 @click.argument("paths", metavar="TEXT...", nargs=-1, required=True, type=PATH)
-@valued(
+@value_option(
     "--beside others JOB-ID|DIR",
     "Another model for the same text. Repeatable.",
     multiple=True,
     type=JobParameter(reads="model"),
 )
-@valued(
+@value_option(
     "--find canaries FILE",
     "Lines that a model may know by heart; a secret stands in braces: the code is {8231}.",
     type=FILE,
 )
-@valued(
+@value_option(
     "--questions FILE",
     "Conversations in JSON whose last message is the answer that is right.",
     type=FILE,
 )
-@valued("--me NAME", "In exported chats: the person whose messages are the answers.", default="")
-@valued("--column NAME", "Field of the text in a record (default: text).", default="text")
-@valued("--encoding NAME", "Read files that are not UTF-8 in this encoding.", default="")
+@value_option(
+    "--me NAME", "In exported chats: the person whose messages are the answers.", default=""
+)
+@value_option("--column NAME", "Field of the text in a record (default: text).", default="text")
+@value_option("--encoding NAME", "Read files that are not UTF-8 in this encoding.", default="")
 @click.option("--documents", is_flag=True, help="Print CSV, a line for each document.")
 @ENTRY_POINT
 @JSON

@@ -8,14 +8,14 @@ from pathlib import Path
 import click
 
 from sm_nanogpt.entry_point.errors import os_reason
-from sm_nanogpt.launcher.cli.options import DIRECTORY, PATH, Command, complete_search, valued
+from sm_nanogpt.launcher.cli.options import DIRECTORY, PATH, Command, complete_search, value_option
 from sm_nanogpt.launcher.cli.remedies import command
 from sm_nanogpt.launcher.cli.show import note, print_text
 from sm_nanogpt.launcher.errors import InputError
 
 
 @click.command("hyperparameters", cls=Command)
-@valued("--entry-point DIR", "List those of your edited training folder.", type=PATH)
+@value_option("--entry-point DIR", "List those of your edited training folder.", type=PATH)
 def hyperparameters_command(entry_point: str | None) -> None:
     """List what `launch --set` takes: ranges and defaults.
 
@@ -31,7 +31,7 @@ def hyperparameters_command(entry_point: str | None) -> None:
 
 @click.command("copy-script", cls=Command)
 @click.argument("directory", metavar="[DIR]", type=DIRECTORY, default="my_gpt")
-@valued(
+@value_option(
     "--from search NAME",
     "The folder that a search has kept, from `try start NAME`.",
     shell_complete=complete_search,

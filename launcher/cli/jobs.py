@@ -26,12 +26,12 @@ from sm_nanogpt.launcher.cli.options import (
     ask_if_not_yours,
     check_output_file,
     settings_of,
-    valued,
+    value_option,
 )
 from sm_nanogpt.launcher.cli.remedies import command, options, reason_of
 from sm_nanogpt.launcher.cli.show import (
     at_ctrl_c,
-    moment,
+    local_time,
     next_step,
     note,
     print_columns,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     type=click.Choice(["InProgress", "Stopping", "Completed", "Failed", "Stopped"]),
     help="Only jobs in this state.",
 )
-@valued("--limit N", "Only the newest N jobs.")
+@value_option("--limit N", "Only the newest N jobs.")
 @click.option("--everyone", is_flag=True, help="Also the jobs of others in the AWS account.")
 @JSON
 def jobs_command(
@@ -79,7 +79,7 @@ def jobs_command(
     from sm_nanogpt.launcher.groups.find import find_group
     from sm_nanogpt.launcher.groups.sweep import SweepLedger
     from sm_nanogpt.launcher.tracking import with_costs
-    from sm_nanogpt.launcher.views.job_fields import data_of
+    from sm_nanogpt.launcher.views.job_fields import json_fields_of
 
     if group is not None and (limit or status):
         raise InputError("--group needs all its jobs, so neither --limit nor --status")
@@ -97,7 +97,7 @@ def jobs_command(
         note(f"job {job.job_id} is left out: {job.error}")
     selected = with_costs(selected, settings)
     if as_json:
-        print_json([data_of(job) for job in selected])
+        print_json([json_fields_of(job) for job in selected])
     elif job_group is not None and not job_group.is_search:
         print_ranking(job_group, SweepLedger(job_group.id, settings).sweep)
     elif selected:
@@ -122,10 +122,10 @@ def first_step(settings: Settings) -> str:
 
 
 def print_jobs(jobs: list[JobDescription], everyone: bool) -> None:
-    from sm_nanogpt.launcher.views.job_fields import BY_KEY, COLUMNS, NARROW, columns_of
+    from sm_nanogpt.launcher.views.job_fields import BY_KEY, COLUMNS, HIDDEN_IF_NARROW, columns_of
 
     keys = [key for key in COLUMNS if everyone or key != "owner"]
-    print_columns(columns_of(jobs, keys), optional=[BY_KEY[key].column for key in NARROW])
+    print_columns(columns_of(jobs, keys), optional=[BY_KEY[key].column for key in HIDDEN_IF_NARROW])
 
 
 @click.command("status", cls=Command)
@@ -138,7 +138,7 @@ def status_command(job_id: str, as_json: bool) -> None:
       sm-nanogpt status JOB-ID
     """
     from sm_nanogpt.launcher.tracking import TrackedJob, other_owner
-    from sm_nanogpt.launcher.views.job_fields import data_of, texts_of
+    from sm_nanogpt.launcher.views.job_fields import json_fields_of, texts_of
 
     settings = settings_of()
     tracked = TrackedJob(job_id, settings)
@@ -157,13 +157,13 @@ def status_command(job_id: str, as_json: bool) -> None:
         metrics = {**(job.metrics or {}), **curve.newest}
         job = replace(job, metrics=metrics)
     if as_json:
-        print_json(data_of(job))
+        print_json(json_fields_of(job))
         return
 
     times = {
-        "created": moment(job.created),
-        "started": moment(job.started),
-        "ended": moment(job.ended),
+        "created": local_time(job.created),
+        "started": local_time(job.started),
+        "ended": local_time(job.ended),
     }
     print_fields({**texts_of(job), **times, "reason": reason_of(job)})
     if curve:
@@ -240,7 +240,7 @@ def cell_of(row: Row, name: str) -> str:
 @click.command("logs", cls=Command)
 @JOB_ID
 @click.option("--follow", is_flag=True, help="Print new lines until the job ends.")
-@valued("--tail N", "Print only the last N lines.", type=click.IntRange(min=0))
+@value_option("--tail N", "Print only the last N lines.", type=click.IntRange(min=0))
 @click.option("--raw", is_flag=True, help="Include the lines of the SageMaker toolkit.")
 def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None:
     """Print the output of a job's training script.
@@ -278,7 +278,7 @@ def logs_command(job_id: str, follow: bool, tail: int | None, raw: bool) -> None
 @click.command("report", cls=Command)
 @click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, type=JobParameter(reads="curve"))
 @GROUP
-@valued(
+@value_option(
     "-o --output FILE",
     "File to write (default: report-JOB-ID.html, or report-N-runs.html).",
     type=OutputFile(),

@@ -25,7 +25,7 @@ from sm_nanogpt.launcher.cli.options import (
     complete_preset,
     settings_of,
     typed_parameters,
-    valued,
+    value_option,
 )
 from sm_nanogpt.launcher.cli.remedies import command, remedy
 from sm_nanogpt.launcher.cli.show import (
@@ -46,52 +46,54 @@ if TYPE_CHECKING:
 
 
 @click.command("launch", cls=Command)
-@valued(
+@value_option(
     "--instance TYPE[,TYPE...]",
     "SageMaker instance type, or `local` for this machine. With up to five types, the job runs"
     " on the first with free capacity.",
     shell_complete=complete_instance,
 )
-@valued("--name NAME", "A name for the job, new among yours, to use in place of its id.")
-@valued("--instance-count N", "Number of hosts (default: 1).")
-@valued(
+@value_option("--name NAME", "A name for the job, new among yours, to use in place of its id.")
+@value_option("--instance-count N", "Number of hosts (default: 1).")
+@value_option(
     "--processes-per-instance N",
     "With local and no GPU: number of processes (default: the fastest).",
 )
-@valued("--data NAME|URI|PATH", "Text to train on (default: last upload).")
-@valued("--validation NAME|URI|PATH", "Text to validate on (default: the last tenth of the data).")
-@valued(
+@value_option("--data NAME|URI|PATH", "Text to train on (default: last upload).")
+@value_option(
+    "--validation NAME|URI|PATH", "Text to validate on (default: the last tenth of the data)."
+)
+@value_option(
     "--preset NAME",
     "cpu (default; a minute on a CPU), quick (seconds), laptop (three minutes), baby (default"
     " on SageMaker GPU instances), small, gpt2 (124 M parameters), or auto (a size by the text).",
     shell_complete=complete_preset,
 )
-@valued(
+@value_option(
     "--size N",
     "In place of a preset: a model 64 N wide, with all that follows from it (0.25 to 16).",
     type=float,
 )
-@valued(
+@value_option(
     "--fit BYTES",
     "In place of a size: the largest one whose page, as `play --save` writes it, has at most so"
     " many bytes, such as 250kB or 1MB; all else is as with `--preset auto`.",
 )
-@valued(
+@value_option(
     "--set assignments KEY=VALUE",
     "Set a hyperparameter; `sm-nanogpt hyperparameters` lists them.",
     shell_complete=complete_hyperparameter,
 )
-@valued("--config config_file FILE", "TOML file of hyperparameters.", type=PATH)
-@valued("--entry-point DIR", "Your edited training folder.", type=PATH)
-@valued(
+@value_option("--config config_file FILE", "TOML file of hyperparameters.", type=PATH)
+@value_option("--entry-point DIR", "Your edited training folder.", type=PATH)
+@value_option(
     "--init-from JOB-ID|PATH|URI",
     "Start from the weights of an earlier job, or of a Hugging Face directory of the Qwen3 family.",
 )
-@valued(
+@value_option(
     "--teacher JOB-ID|PATH|URI",
     "Learn also from a model that you have, which has the same tokens.",
 )
-@valued(
+@value_option(
     "--resume JOB-ID",
     "Continue from the checkpoints of an earlier job, with its options where you give none.",
     type=JobParameter(acts=True, sweeps=True),
@@ -102,14 +104,14 @@ if TYPE_CHECKING:
     help="Print the log until the job ends (default for local), or return at once (default for"
     " SageMaker).",
 )
-@valued(
+@value_option(
     "--sweep KEY=V1,V2,...",
     "Launch a job for each value of a hyperparameter, of size, or of preset; several --sweep make a"
     " grid.",
     shell_complete=complete_hyperparameter,
 )
-@valued("--seeds N", "Launch each job of a sweep with N seeds (default: 1).", default=1)
-@valued("--parallel N", "Number of jobs of a sweep that run at a time (default: 1).")
+@value_option("--seeds N", "Launch each job of a sweep with N seeds (default: 1).", default=1)
+@value_option("--parallel N", "Number of jobs of a sweep that run at a time (default: 1).")
 @click.option(
     "--dry-run",
     is_flag=True,
@@ -128,10 +130,10 @@ if TYPE_CHECKING:
     type=click.Choice(["pytorchddp", "torchrun"]),
     help="How SageMaker starts the ranks (default: pytorchddp; torchrun on ml.p5.48xlarge).",
 )
-@valued("--pytorch-version V", "PyTorch version of the AWS image (default: 2.12.1).")
-@valued("--image-uri URI", "Use your own container image.")
-@valued("--max-run SECONDS", "Time limit (default: 3600).")
-@valued(
+@value_option("--pytorch-version V", "PyTorch version of the AWS image (default: 2.12.1).")
+@value_option("--image-uri URI", "Use your own container image.")
+@value_option("--max-run SECONDS", "Time limit (default: 3600).")
+@value_option(
     "--max-cost USD",
     "Stop before the job costs more. Counts the jobs that it resumes; for a sweep, all of its"
     " jobs.",
@@ -141,26 +143,28 @@ if TYPE_CHECKING:
     default=None,
     help="Spot is cheaper, and resumes after interruptions (default: on demand).",
 )
-@valued(
+@value_option(
     "--max-wait SECONDS",
     "With --spot: limit for waiting and running (default: 2 x max-run, at most 28 days).",
 )
-@valued("--keep-alive SECONDS", "Keep a warm pool after the job.")
-@valued("--volume-size GIB", "Disk per host, for instance types without local disks (default: 50).")
+@value_option("--keep-alive SECONDS", "Keep a warm pool after the job.")
+@value_option(
+    "--volume-size GIB", "Disk per host, for instance types without local disks (default: 50)."
+)
 @click.option(
     "--input-mode",
     type=click.Choice(["File", "FastFile"]),
     help="Copy the text to each host before the job starts (File, the default), or read it from S3"
     " as the job goes (FastFile).",
 )
-@valued("--environment KEY=VALUE", "Set an environment variable in the container.")
-@valued("--tag tags KEY=VALUE", "Tag the job.")
-@valued("--kms-key KEY", "KMS key that encrypts the job's disks and output.")
-@valued(
+@value_option("--environment KEY=VALUE", "Set an environment variable in the container.")
+@value_option("--tag tags KEY=VALUE", "Tag the job.")
+@value_option("--kms-key KEY", "KMS key that encrypts the job's disks and output.")
+@value_option(
     "--subnet subnets ID",
     "Subnet of your VPC. It must reach S3, by a NAT gateway or an S3 endpoint.",
 )
-@valued(
+@value_option(
     "--security-group security_group_ids ID",
     "Required with --subnet. For several hosts, it must allow traffic from itself.",
 )

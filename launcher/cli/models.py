@@ -23,7 +23,7 @@ from sm_nanogpt.launcher.cli.options import (
     JobParameter,
     OutputFile,
     settings_of,
-    valued,
+    value_option,
 )
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import note, print_json, print_text
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sm_nanogpt.launcher.settings import Settings
     from sm_nanogpt.launcher.views.play import Player
 
-ENTRY_POINT = valued(
+ENTRY_POINT = value_option(
     "--entry-point DIR",
     "The edited folder that trained the model (default: the copy kept at launch).",
     type=InputFile(dir_okay=True),
@@ -57,18 +57,18 @@ SAMPLING: dict[str, tuple[float, str]] = {
 def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of SAMPLING to a command, which takes them as **sampling."""
     for usage, (default, text) in reversed(SAMPLING.items()):
-        command = valued(usage, text, default=default, show_default=True)(command)
+        command = value_option(usage, text, default=default, show_default=True)(command)
     return command
 
 
 @click.command("fetch-and-sample", cls=Command)
 @MODEL
-@valued(
+@value_option(
     "--prompt TEXT",
     "Start of the text (default: a new line, or a new document). A model that has learned from"
     " conversations answers it.",
 )
-@valued("--num-samples N", "Number of texts to generate.", default=1, show_default=True)
+@value_option("--num-samples N", "Number of texts to generate.", default=1, show_default=True)
 @sampling_options
 @ENTRY_POINT
 @JSON
@@ -182,8 +182,8 @@ def check_origins(
 @click.command("play", cls=Command)
 @MODEL
 @click.argument("other", metavar="[JOB-ID|DIR]", required=False, type=JobParameter(reads="model"))
-@valued("--port N", "Port (default: a free one).", type=click.IntRange(1, 65535))
-@valued(
+@value_option("--port N", "Port (default: a free one).", type=click.IntRange(1, 65535))
+@value_option(
     "--cors origins ORIGIN",
     "Let the pages of another origin use the API, as http://localhost:3000. Repeatable.",
     multiple=True,
@@ -195,18 +195,18 @@ def check_origins(
     default=None,
     help="Open the page in a browser (default: if stdout is a terminal).",
 )
-@valued(
+@value_option(
     "--save path FILE.html",
     "Write the model as one HTML file, which computes in any browser and needs no server.",
     type=OutputFile(),
 )
-@valued(
+@value_option(
     "--bits N",
     "Bits of a weight in that file (default: the fewest, from 4 on, that cost at most 0.005 bits"
     " per byte on the validation text).",
     type=click.IntRange(4, 8),
 )
-@valued(
+@value_option(
     "--moments n_moments N",
     "Moments of the training in that file, among which its page has a slider (default: those that"
     " the run kept, as many as make at most 20 MB; 1: the end alone).",
@@ -304,7 +304,7 @@ def save_model(
 
 @click.command("chat", cls=Command)
 @MODEL
-@valued("--system TEXT", "Instruct the model before the conversation.")
+@value_option("--system TEXT", "Instruct the model before the conversation.")
 @sampling_options
 @ENTRY_POINT
 def chat_command(model: str, system: str | None, entry_point: Path | None, **sampling: Any) -> None:

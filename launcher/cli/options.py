@@ -404,7 +404,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def valued(usage: str, help: str, **attributes: Any) -> Callable[[Any], Any]:
+def value_option(usage: str, help: str, **attributes: Any) -> Callable[[Any], Any]:
     """An option that takes a value.
 
     usage has the option, its parameter if that has another name, and the metavar. attributes are
@@ -415,7 +415,7 @@ def valued(usage: str, help: str, **attributes: Any) -> Callable[[Any], Any]:
     return click.option(*names, metavar=metavar, help=help, **attributes)
 
 
-GROUP = valued("--group SWEEP", "The jobs of a sweep, by its id or `latest`; or of a search.")
+GROUP = value_option("--group SWEEP", "The jobs of a sweep, by its id or `latest`; or of a search.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 JOB_ID = click.argument("job_id", metavar="JOB-ID", type=JobParameter())

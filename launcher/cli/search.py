@@ -22,7 +22,7 @@ from sm_nanogpt.launcher.cli.options import (
     complete_search,
     settings_of,
     typed_parameters,
-    valued,
+    value_option,
 )
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import at_ctrl_c, note, print_json, print_table, shown
@@ -50,7 +50,7 @@ OUTCOMES = {
 }
 REVERT = Outcome("REVERT", 3)  # of any other verdict
 
-SEARCH = valued(
+SEARCH = value_option(
     "--group NAME",
     "The search, by the name that `try start` gave it.",
     required=True,
@@ -77,22 +77,22 @@ def try_group() -> None:
 
 @try_group.command("start")
 @click.argument("name")
-@valued("--text data NAME|URI|PATH", "The text (default: the last upload).")
-@valued(
+@value_option("--text data NAME|URI|PATH", "The text (default: the last upload).")
+@value_option(
     "--preset NAME",
     "The base's hyperparameters (default: quick; on GPUs baby).",
     shell_complete=complete_preset,
 )
-@valued("--size N", "Instead: the size of the base, by a dial from 0.25 to 16.", type=float)
-@valued("--entry-point DIR", "The folder to begin with.", type=DIRECTORY)
-@valued(
+@value_option("--size N", "Instead: the size of the base, by a dial from 0.25 to 16.", type=float)
+@value_option("--entry-point DIR", "The folder to begin with.", type=DIRECTORY)
+@value_option(
     "--instance TYPE",
     "Where runs are made (default: local).",
     default=LOCAL,
     shell_complete=complete_instance,
 )
-@valued("--ceiling USD", "The most that all jobs of the search may cost.")
-@valued(
+@value_option("--ceiling USD", "The most that all jobs of the search may cost.")
+@value_option(
     "--smallest-gain NATS",
     "The smallest gain that the search looks for, at least 0.002 (default: 0.005).",
     type=float,
@@ -164,7 +164,7 @@ def start_request(instance: str, ceiling: float | None, fields: Mapping[str, Any
 @try_group.command("run")
 @click.argument("folder", type=DIRECTORY)
 @SEARCH
-@valued("--note description TEXT", "What is tried, in a few words.", default="")
+@value_option("--note description TEXT", "What is tried, in a few words.", default="")
 @JSON
 def run_command(folder: Path, group: str, description: str, as_json: bool) -> None:
     """Judge a changed training FOLDER against the base of a search.
@@ -215,7 +215,7 @@ def difference_of(entry: dict[str, Any]) -> str:
 
 @try_group.command("log")
 @click.argument("name", shell_complete=complete_search)
-@valued(
+@value_option(
     "--gain PAIRS",
     "First measure what all kept tries gain together, by 4, 8, 16, 32, or 64 pairs.",
     type=click.Choice(["4", "8", "16", "32", "64"]),
@@ -346,7 +346,7 @@ def show_command(number: int, group: str) -> None:
             lineterm="",
         )
         for line in difference:
-            click.echo(visible(line))
+            click.echo(escape_invisible(line))
 
 
 def find_try(number: int, search: Search) -> dict[str, Any]:
@@ -369,7 +369,7 @@ def source_lines(source: Source, name: str) -> list[str]:
     return text.removesuffix("\n").split("\n")
 
 
-def visible(line: str) -> str:
+def escape_invisible(line: str) -> str:
     """A line of code with an escape for each character that is not plainly visible: nobody, be it a
     person, a terminal or a program, reads other code than Python does."""
     characters = []

@@ -271,7 +271,7 @@ def print_fields(fields: Mapping[str, str | None]) -> None:
             click.echo(shown(f"{name + ':':<{width}}{value}"))
 
 
-def moment(seconds: float | None) -> str | None:
+def local_time(seconds: float | None) -> str | None:
     """A time, in seconds since 1970, by the clock of this machine."""
     if seconds is None:
         return None

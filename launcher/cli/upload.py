@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sm_nanogpt.launcher.backends import LOCAL
-from sm_nanogpt.launcher.cli.options import JSON, PATH, Command, JobParameter, settings_of, valued
+from sm_nanogpt.launcher.cli.options import (
+    JSON,
+    PATH,
+    Command,
+    JobParameter,
+    settings_of,
+    value_option,
+)
 from sm_nanogpt.launcher.cli.remedies import command
 from sm_nanogpt.launcher.cli.show import note, print_json
 from sm_nanogpt.launcher.files.progress import byte_progress
@@ -19,7 +26,9 @@ if TYPE_CHECKING:
     from sm_nanogpt.launcher.text.formats import Format
     from sm_nanogpt.launcher.text.store import Upload
 
-SHORT = 200_000  # tokens: `cpu`, the default on a CPU, reads a shorter text over eight times
+SHORT_TEXT_TOKENS = (
+    200_000  # tokens: `cpu`, the default on a CPU, reads a shorter text over eight times
+)
 
 
 class UploadCommand(Command):
@@ -44,26 +53,26 @@ def help_lines(formats: Sequence[Format]) -> str:
 
 @click.command("upload-data", cls=UploadCommand)
 @click.argument("paths", metavar="[PATH]...", nargs=-1, type=PATH)
-@valued(
+@value_option(
     "--tokenizer bpe|PATH|JOB-ID",
     "Encode the text as tokens: bpe learns them from it; or name a tokenizer.json, a Hugging"
     " Face directory, or a job (default: train on characters).",
     type=JobParameter(reads="model", other="bpe"),
 )
-@valued(
+@value_option(
     "--vocab-size N",
     "With --tokenizer bpe: number of tokens (default: the characters of the text / 512,"
     " as a power of two from 512 to 16384).",
     type=click.IntRange(257, 1 << 20),
 )
-@valued("--include GLOB", "Plain text too, such as '*.py'.", multiple=True)
-@valued("--exclude GLOB", "Leave out files or folders.", multiple=True)
-@valued("--column NAME", "Field of the text in a record (default: text).")
-@valued(
+@value_option("--include GLOB", "Plain text too, such as '*.py'.", multiple=True)
+@value_option("--exclude GLOB", "Leave out files or folders.", multiple=True)
+@value_option("--column NAME", "Field of the text in a record (default: text).")
+@value_option(
     "--me NAME",
     "In chats that a messenger exported: whose messages the model learns to write.",
 )
-@valued("--encoding NAME", "Read files that are not UTF-8 in this encoding, such as cp1252.")
+@value_option("--encoding NAME", "Read files that are not UTF-8 in this encoding, such as cp1252.")
 @JSON
 def upload_data_command(
     paths: tuple[str, ...],
@@ -104,7 +113,7 @@ def upload_data_command(
     note(summary_of(upload))
     if not upload.uploaded:
         note("already in the store; nothing was uploaded")
-    if not base_of(tokenizer):
+    if not init_from_option(tokenizer):
         warn_of_few_conversations(upload)
     if as_json:
         print_json(upload)
@@ -130,19 +139,19 @@ def next_command(upload: Upload, tokenizer: str | None = None) -> str:
     uploads the text of a base model."""
     from sm_nanogpt.launcher.launching.texts import are_few_conversations
 
-    base = base_of(tokenizer)
+    base = init_from_option(tokenizer)
     if not base and are_few_conversations(upload):
         return command("upload-data", "TEXT", "--tokenizer", "bpe")
     if not upload.uri.startswith("file:"):
         instance = "ml.m5.xlarge --preset quick --max-cost 0.20"
-    elif upload.n_training() < SHORT and not base:
+    elif upload.n_training() < SHORT_TEXT_TOKENS and not base:
         instance = f"{LOCAL} --preset auto"
     else:
         instance = LOCAL
     return command("launch", "--instance", instance, base)
 
 
-def base_of(tokenizer: str | None) -> str:
+def init_from_option(tokenizer: str | None) -> str:
     """The option that starts from the model whose tokenizer was taken, or ''."""
     from sm_nanogpt.launcher.files.storage import path_of
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 
 from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.entry_point.files import read_file
-from sm_nanogpt.launcher.errors import InputError, ServiceError, must_be
+from sm_nanogpt.launcher.errors import InputError, ServiceError, rephrased
 from sm_nanogpt.launcher.values import parse_bytes
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def parse(content: bytes | Mapping[str, Any], kind: type[T], name: object) -> T:
 def first_problem(error: ValidationError) -> str:
     """The first field that pydantic refused, and why: `rows.3.loss: must be at least 0`."""
     details = error.errors(include_url=False, include_input=False)[0]
-    problem = must_be(details["msg"])
+    problem = rephrased(details["msg"])
     field = " ".join(".".join(map(str, details["loc"])).split())
     if not field:
         return problem

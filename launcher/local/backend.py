@@ -39,7 +39,7 @@ from sm_nanogpt.launcher.backends import Backend
 from sm_nanogpt.launcher.curve import (
     MAX_CURVE_BYTES,
     Row,
-    newest_curve,
+    newest_curve_file,
     newest_values,
     rows_of_file,
 )
@@ -300,7 +300,7 @@ class LocalBackend(Backend):
 
     def curve_file(self, job_id: str) -> Path:
         directory = self.jobs_dir / job_id / CHECKPOINTS
-        return directory / newest_curve(path.name for path in directory.glob("metrics-*"))
+        return directory / newest_curve_file(path.name for path in directory.glob("metrics-*"))
 
     def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
         path = self.curve_file(job_id)

@@ -22,7 +22,13 @@ from typing import Any, Literal
 from sm_nanogpt.launcher import aws, machines
 from sm_nanogpt.launcher.aws import Offline, response_in
 from sm_nanogpt.launcher.backends import Backend
-from sm_nanogpt.launcher.curve import MAX_CURVE_BYTES, Row, newest_curve, rows_of_file, rows_of_log
+from sm_nanogpt.launcher.curve import (
+    MAX_CURVE_BYTES,
+    Row,
+    newest_curve_file,
+    rows_of_file,
+    rows_of_log,
+)
 from sm_nanogpt.launcher.description import (
     RUNNING,
     JobDescription,
@@ -392,7 +398,7 @@ class SageMakerBackend(Backend):
         if raw["TrainingJobStatus"] not in RUNNING:
             checkpoints = raw["CheckpointConfig"]["S3Uri"]
             names = storage.list_files(checkpoints, self.settings)
-            uri = storage.join(checkpoints, newest_curve(names))
+            uri = storage.join(checkpoints, newest_curve_file(names))
             content = storage.read_bytes(uri, self.settings, MAX_CURVE_BYTES)
             if content is not None:
                 return rows_of_file(content.splitlines(), uri), uri

@@ -1,7 +1,7 @@
 """The table of the fields of a job. `jobs`, `status`, JSON, the card, and the progress bar read it.
 
 A new field is a row of FIELDS. If COLUMNS names it, `jobs` has a column for it, and docs/aws.md a
-row. If NARROW also names it, a narrow terminal does not show the column.
+row. If HIDDEN_IF_NARROW also names it, a narrow terminal does not show the column.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ COLUMNS = (
     "summary",
 )
 # The columns that a narrow terminal does not show, in the order in which they are left out.
-NARROW = ("bits_per_byte", "data", "instance", "cost", "step")
+HIDDEN_IF_NARROW = ("bits_per_byte", "data", "instance", "cost", "step")
 BY_KEY = {field.key: field for field in FIELDS}
 
 
@@ -206,7 +206,7 @@ def columns_of(
     return columns
 
 
-def data_of(job: JobDescription) -> dict[str, Any]:
+def json_fields_of(job: JobDescription) -> dict[str, Any]:
     """A job as JSON has it: the fields of its description, and the values of the table."""
     data = asdict(job)
     for field in FIELDS:

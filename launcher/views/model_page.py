@@ -74,7 +74,7 @@ def page_of(
     """
     header = {
         **facts_of(model, tokenizer, title, card),
-        **shape_of(model, parameters),
+        **layout_of(model, parameters),
         "tokenizer": tokenizer_of(tokenizer),
         "slow": count_parameters(model) > SLOW_PARAMETERS,
         "moments": [facts_of_moment(moment, moment.loss) for moment in moments],
@@ -125,7 +125,7 @@ def served_model(
     weights = weights_of(model)
     header = {
         **facts,
-        **shape_of(model, weights),
+        **layout_of(model, weights),
         "tokenizer": encoding,
         "moments": [facts_of_moment(moment, None) for moment in moments],
     }
@@ -168,7 +168,7 @@ def facts_of_moment(moment: Moment | PageMoment, loss: float | None) -> dict[str
     return {"generation": moment.generation, "step": moment.step, "loss": loss}
 
 
-def shape_of(model: GPT, parameters: Mapping[str, Quantized | Tensor]) -> dict[str, Any]:
+def layout_of(model: GPT, parameters: Mapping[str, Quantized | Tensor]) -> dict[str, Any]:
     """What engine.js needs to read the parameters and to compute with them."""
     return {
         "config": config_of(model),

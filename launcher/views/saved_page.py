@@ -170,7 +170,7 @@ class PageDraft:
         """Measure how much samples copy from the training text, if that is here."""
         if self.corpus is not None:
             rounded = with_quantized_weights(self.model, self.rounding.parameters)
-            self.copied = copied_bytes(rounded, self.tokenizer, self.corpus)
+            self.copied = count_copied_bytes(rounded, self.tokenizer, self.corpus)
 
     def with_moments_below(
         self, limit: int, moments: Sequence[Moment]
@@ -233,7 +233,7 @@ def describe_moments(moments: Sequence[Moment], n_kept: int, limit: int | None) 
     return f"{shown}; the run kept {n_kept}"
 
 
-def copied_bytes(model: GPT, tokenizer: Tokenizer, corpus: Corpus) -> int:
+def count_copied_bytes(model: GPT, tokenizer: Tokenizer, corpus: Corpus) -> int:
     """The bytes of the longest run of a model's samples that its training text contains."""
     samples = [""] * SAMPLES
     for pieces in stream_samples(model, tokenizer, None, SAMPLE_TOKENS, SAMPLES):

@@ -22,7 +22,7 @@ from searches import draw_same_seeds, edits_of, folder, gain_of
 from sm_nanogpt import InputError, Request, ServiceError, entry_point
 from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.text import read_tokens, unsigned
-from sm_nanogpt.launcher.cli.search import visible
+from sm_nanogpt.launcher.cli.search import escape_invisible
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import Source, keep_source
 from sm_nanogpt.launcher.trying import comparison, local, search
@@ -133,7 +133,7 @@ HIDING = {
 @pytest.mark.parametrize("hidden", HIDING)
 def test_a_hidden_character_is_shown(hidden):
     characters = HIDING[hidden]
-    assert visible(f"a{characters}b\tc") == f"a{ascii(characters)[1:-1]}b\tc"
+    assert escape_invisible(f"a{characters}b\tc") == f"a{ascii(characters)[1:-1]}b\tc"
 
 
 def test_what_a_try_changed_is_shown_whatever_hides_it(started, tmp_path):

@@ -34,7 +34,7 @@ def text_of(cli):
     return write
 
 
-def data_of(text: str) -> dict[str, Any]:
+def json_fields_of(text: str) -> dict[str, Any]:
     match = re.search(r'<script id="data" type="application/json">(.*?)</script>', text)
     assert match
     return dict(json.loads(match[1]))
@@ -57,7 +57,7 @@ def test_a_job_that_is_named_twice_is_reported_once(job, cli):
 
 
 def test_the_points_are_those_of_the_metrics(job, text_of):
-    points = data_of(text_of("latest"))["points"]
+    points = json_fields_of(text_of("latest"))["points"]
     for series, name in (("training", "train_loss"), ("validation", "val_loss")):
         drawn = [(p["step"], p["loss"]) for p in points if p["series"] == series]
         assert drawn == [(row["step"], row[name]) for row in file_rows(job)]
@@ -101,7 +101,7 @@ def test_differences_come_first_and_the_best_on_top(job, text_of):
 def test_a_training_line_of_one_point_is_a_dot(n_rows, dots):
     run = reported_run("a")
     rows: list[Row] = [{"step": n, "train_loss": 1.0} for n in range(n_rows)]
-    speed = data_of(page(compare([with_rows(run, rows)])))["plots"]["speed"]
+    speed = json_fields_of(page(compare([with_rows(run, rows)])))["plots"]["speed"]
     assert bool(speed["layer"][0]["mark"]["point"]) == dots
 
 
@@ -207,7 +207,7 @@ def test_two_tokenizers_are_compared_by_bits_per_byte():
     report = compare([characters, reported_run("t", 4.5, 2.1, unit="tokens")])
     assert [run.label for run in report.runs] == ["t", "c"]
     text = page(report)
-    assert {point["loss"] for point in data_of(text)["points"]} == {2.1, 2.2}
+    assert {point["loss"] for point in json_fields_of(text)["points"]} == {2.1, 2.2}
     assert "different tokenizers" in text
 
 
