@@ -205,12 +205,12 @@ class Request(TrainingRequest):
         config = asdict(self.config(world_size=1))
         return {name: value for name, value in config.items() if value not in (None, "")}
 
-    def explicit_hyperparameters(self, base: Mapping[str, Scalar] | None = None) -> dict[str, Any]:
+    def explicit_hyperparameters(self, defaults: dict[str, Scalar] | None = None) -> dict[str, Any]:
         """The hyperparameters that the preset or the user sets.
 
-        base: a value for every field of the Config, in place of the defaults.
+        defaults: as for config.
         """
-        config = self.config(world_size=1, base=base)
+        config = self.config(world_size=1, defaults=defaults)
         names = []
         if self.preset:
             names += self.source.module("presets").PRESETS[self.preset]
@@ -219,30 +219,30 @@ class Request(TrainingRequest):
                 names.append(name)
         return {name: getattr(config, name) for name in names}
 
-    def config(self, world_size: int, base: Mapping[str, Scalar] | None = None) -> Any:
+    def config(self, world_size: int, defaults: dict[str, Scalar] | None = None) -> Any:
         """The Config of the training folder, which `source` caches.
 
-        world_size: the number of processes that have to be able to share a batch. base: a value for
-        every field, in place of the defaults.
+        world_size: the number of processes that have to be able to share a batch. defaults: a value
+        for every field of the Config; None: its own.
         """
         source = self.source
-        base = base and dict(base)
-        key = json.dumps([self.preset, self.hyperparameters, base])
+        key = json.dumps([self.preset, self.hyperparameters, defaults])
         with about("hyperparameters", self.hyperparameters), source.user_errors():
             config = source.configs.get(key)
             if config is None:
-                config = self._make_config(source, base)
+                config = self._make_config(source, defaults)
                 source.configs[key] = config
             config.check_world_size(world_size)
         return config
 
-    def _make_config(self, source: Source, base: Mapping[str, Scalar] | None) -> Any:
+    def _make_config(self, source: Source, defaults: dict[str, Scalar] | None) -> Any:
         presets = source.module("presets").PRESETS
         if self.preset is not None and self.preset not in presets:
             raise unknown_preset(self.preset, ["auto", *presets])
         try:
             with source.user_errors():
-                return source.module("config").make_config(self.hyperparameters, self.preset, base)
+                make_config = source.module("config").make_config
+                return make_config(self.hyperparameters, self.preset, defaults)
         except InputError as error:
             names = {name.replace("-", "_"): "" for name in self.hyperparameters}
             if source.known_hyperparameters(names) == names:

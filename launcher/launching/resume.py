@@ -112,7 +112,7 @@ def with_earlier_fields(request: Request, earlier_job: TrainingJob) -> Request:
     for name in ("environment", "tags"):
         if name in explicit and name in inherited:
             explicit[name] = {**inherited[name], **explicit[name]}
-    changes = request.explicit_hyperparameters(asdict(earlier_job.config(world_size=1)))
+    changes = request.explicit_hyperparameters(defaults=asdict(earlier_job.config(world_size=1)))
     explicit["preset"] = None
     explicit["hyperparameters"] = {**earlier_job.hyperparameters, **changes}
     completed = Request(**{**inherited, **explicit})
