@@ -72,8 +72,8 @@ class Backend(ABC):
 
     @classmethod
     @abstractmethod
-    def problems(cls, request: Request) -> Iterator[tuple[str, object, str]]:
-        """Yield the fields that the backend refuses, with their values, and why."""
+    def check_fields(cls, request: Request) -> None:
+        """Raise InputError if the backend refuses a field of a request."""
 
     @classmethod
     @abstractmethod

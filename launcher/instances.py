@@ -214,10 +214,10 @@ def describe_instance(name: str) -> str:
 def instance_problem(names: Sequence[str]) -> str:
     """Why a job cannot run on these types, of which SageMaker chooses one; or ''.
 
-    A type may be newer than boto3 and the table. AWS adds families more often than sizes, so an
+    A type may be newer than boto3 and FAMILIES. AWS adds families more often than sizes, so an
     unknown size counts as a typo.
     """
-    if LOCAL in names:
+    if LOCAL in names:  # beside others: a job on LOCAL alone is not SageMaker's
         return f"{LOCAL} cannot be combined with other types"
     sizes = {name.rpartition(".")[2] for name in known_types()}
     for name in names:
@@ -225,14 +225,14 @@ def instance_problem(names: Sequence[str]) -> str:
             if re.match(pattern, name):
                 return reason
         if not name.startswith("ml.") or name.rpartition(".")[2] not in sizes:
-            return unknown_instance(name)
+            return unknown_type_problem(name)
     if len({looks_like_gpu(name) for name in names}) > 1:
         return "types with and without GPUs need different images"
     return ""
 
 
-def unknown_instance(name: str) -> str:
-    """The problem of a name that is no instance, with the name that is closest to it."""
+def unknown_type_problem(name: str) -> str:
+    """What is wrong with a name that is no instance type, and the names that it resembles."""
     full_name = f"ml.{name.removeprefix('ml.')}"
     suggestion = did_you_mean(name, [LOCAL])
     if not suggestion:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -119,7 +119,7 @@ class Request(TrainingRequest):
     network_isolation: bool | None = None
     encrypt_traffic: bool | None = None  # between hosts
 
-    _inherited: frozenset[str] = PrivateAttr(default=frozenset())  # fields of the resumed job
+    _inherited_names: frozenset[str] = PrivateAttr(default=frozenset())  # of fields
     _source: Source | None = PrivateAttr(default=None)  # None until a launch has read it
 
     def __init__(self, **values: Any) -> None:
@@ -127,28 +127,29 @@ class Request(TrainingRequest):
             super().__init__(**plain(values))
         except ValidationError as error:
             raise field_error(error, values) from None
-        for name, value, problem in self._problems():
-            raise InputError(problem, field=name, value=value)
+        self._check()
 
-    def _problems(self) -> Iterator[tuple[str, object, str]]:
-        """Yield fields that cannot be combined, or are invalid, with their values, and why."""
+    def _check(self) -> None:
+        """Raise InputError if a field is invalid, or cannot be combined with another one."""
         if not (self.instances or self.resume):
-            yield "instance", None, "must be given: local, or a type such as ml.g5.12xlarge"
-        yield from self.backend_class.problems(self)
+            problem = "must be given: local, or a type such as ml.g5.12xlarge"
+            raise InputError(problem, field="instance")
+        self.backend_class.check_fields(self)
         for name in ("size", "preset", "resume", "init_from"):
             if name not in self.explicit_fields():
                 continue
             problem = f"`{name}=` sets the size of the model too; give one of the two"
             if self.size is not None and name != "size":
-                yield "size", f"{self.size:g}", problem
+                raise InputError(problem, field="size", value=self.size)
             if self.fit is not None:
-                yield "fit", in_units(self.fit), problem
+                raise InputError(problem, field="fit", value=in_units(self.fit))
         if self.preset == "auto" and self.init_from is not None:
-            yield "preset", "auto", "is for a new model, without `init_from=`"
+            problem = "is for a new model, without `init_from=`"
+            raise InputError(problem, field="preset", value="auto")
         if self.name is not None and not NAME.fullmatch(self.name):
             rule = "start with a letter or digit, and not be `latest` or like an id"
-            characters = "at most 63 letters, digits, dots, dashes and underscores"
-            yield "name", self.name, f"must be {characters}, {rule}"
+            problem = f"must be at most 63 letters, digits, dots, dashes and underscores, {rule}"
+            raise InputError(problem, field="name", value=self.name)
 
     def explicit_fields(self) -> dict[str, Any]:
         """The fields that were given a value, with their values."""
@@ -162,9 +163,18 @@ class Request(TrainingRequest):
     def replaced(self, **values: Any) -> Self:
         """The same request with other values, which are validated together."""
         new = type(self)(**{**self.explicit_fields(), **values})
-        new._inherited = self._inherited
-        new._source = self._source
+        new.copy_origins(self)
         return new
+
+    def copy_origins(self, other: Request) -> None:
+        """Take over from another request what no field holds: which fields are inherited, and the
+        training folder that was read."""
+        self._inherited_names = other._inherited_names
+        self._source = other._source
+
+    def mark_inherited(self, names: Set[str]) -> None:
+        """Note which fields were taken over from the job that is resumed."""
+        self._inherited_names = frozenset(names)
 
     @property
     def instance_name(self) -> str:
@@ -184,7 +194,7 @@ class Request(TrainingRequest):
 
     def origin(self, name: str) -> str:
         """The job from which a field was taken over, as a suffix for messages; or ''."""
-        if name not in self._inherited:
+        if name not in self._inherited_names:
             return ""
         return f" of job {self.resume}"
 

@@ -159,8 +159,7 @@ class Draft:
         if launcher is not None:
             choices.setdefault("launcher", launcher)
         self.job = TrainingJob(**choices, base=self.base)
-        self.job._inherited = self.request._inherited
-        self.job._source = self.request._source
+        self.job.copy_origins(self.request)
 
     def describe_job(self) -> None:
         """Add the summary, the limit of the page, and the loss that is forecast, to the job."""

@@ -4,6 +4,7 @@ can continue it."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -106,31 +107,31 @@ def with_earlier_fields(request: Request, earlier_job: TrainingJob) -> Request:
 
     Hyperparameters, variables, and tags of both are merged.
     """
-    explicit = request.explicit_fields()
-    explicit.setdefault("instance", earlier_job.instance)
-    inherited = inherited_fields(earlier_job, explicit)
+    chosen = {"instance": earlier_job.instance, **request.explicit_fields()}
+    inherited = compatible_fields(earlier_job, chosen)
+    merged: dict[str, Any] = {}
     for name in ("environment", "tags"):
-        if name in explicit and name in inherited:
-            explicit[name] = {**inherited[name], **explicit[name]}
+        if name in chosen and name in inherited:
+            merged[name] = {**inherited[name], **chosen[name]}
     changes = request.explicit_hyperparameters(defaults=asdict(earlier_job.config(world_size=1)))
-    explicit["preset"] = None
-    explicit["hyperparameters"] = {**earlier_job.hyperparameters, **changes}
-    completed = Request(**{**inherited, **explicit})
-    completed._inherited = frozenset(inherited) - frozenset(explicit)
+    merged["hyperparameters"] = {**earlier_job.hyperparameters, **changes}
+    merged["preset"] = None  # its values are among the hyperparameters
+    completed = Request(**{**inherited, **chosen, **merged})
+    completed.mark_inherited(inherited.keys() - chosen.keys())
     return completed
 
 
-def inherited_fields(earlier_job: TrainingJob, explicit: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an earlier job that can be combined with the explicit fields of a request."""
+def compatible_fields(earlier_job: TrainingJob, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an earlier job that can be combined with the chosen fields of a new one."""
     names = set(Request.model_fields) - NOT_INHERITED
     inherited = earlier_job.model_dump(include=names, exclude_defaults=True)
-    if explicit.get("spot", earlier_job.spot) != earlier_job.spot:
+    if chosen.get("spot", earlier_job.spot) != earlier_job.spot:
         # max_wait is for spot capacity, and keep_alive for capacity on demand.
         inherited.pop("max_wait" if earlier_job.spot else "keep_alive", None)
-    if any(has_local_disks(name) for name in types_of(explicit["instance"])):
+    if any(has_local_disks(name) for name in types_of(chosen["instance"])):
         inherited.pop("volume_size", None)
     for name, other in EXCLUSIVE.items():
-        if name in explicit:
+        if name in chosen:
             inherited.pop(other, None)
     return inherited
 

@@ -122,13 +122,14 @@ class LocalBackend(Backend):
         return name in COMMON_FIELDS
 
     @classmethod
-    def problems(cls, request: Request) -> Iterator[tuple[str, object, str]]:
+    def check_fields(cls, request: Request) -> None:
         for name, value in sorted(request.explicit_fields().items()):
             if value is not False and not cls.takes_field(name):
-                yield name, None, f"is for SageMaker, not for {request.instance}"
-        if request.instance_count not in (None, 1):
+                raise InputError(f"is for SageMaker, not for {request.instance}", field=name)
+        n_hosts = request.instance_count
+        if n_hosts not in (None, 1):
             problem = "this machine is one host, of several processes"
-            yield "instance_count", request.instance_count, problem
+            raise InputError(problem, field="instance_count", value=n_hosts)
 
     @classmethod
     def count_ranks(cls, request: Request) -> int:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEVICES = Path("/dev")
-DRIVER = Path("/proc/driver/nvidia/gpus")  # GPUs, by address on the bus
+# A folder for each GPU of NVIDIA, by its address on the bus.
+GPU_INFO_DIRECTORY = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
@@ -44,36 +45,48 @@ def find_gpu(name: str) -> LocalGpu:
     devices: list[Path] = []
     for pattern in patterns:
         devices += sorted(DEVICES.glob(pattern))
-    numbers = find_numbers(name)
-    if numbers is None:
+    gpu = find_nvidia_gpu(name)
+    if gpu is None:
         return LocalGpu(name, tuple(devices))
-    other_gpu = re.compile(rf"nvidia(?!{numbers.minor}$)\d+")
+    other_gpu = re.compile(rf"nvidia(?!{gpu.minor}$)\d+")
     devices = [path for path in devices if not other_gpu.fullmatch(path.name)]
-    return LocalGpu(numbers.uuid, tuple(devices))
+    return LocalGpu(gpu.uuid, tuple(devices))
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """The UUID that NVIDIA's driver gives a GPU, and the number in the name of its device file."""
+class NvidiaGpu:
+    """A GPU, as NVIDIA's driver describes it."""
 
     uuid: str
-    minor: str
+    minor: str  # the number in the name of its device file
+    model: str
 
 
-def find_numbers(name: str) -> Numbers | None:
-    """The numbers of the GPU with this name; None if it cannot be told from others."""
-    models = set()
-    gpus = []
-    for path in sorted(DRIVER.glob("*/information")):
-        facts = {}
-        for line in path.read_text().splitlines():
-            key, _, value = line.partition(":")
-            facts[key.strip()] = value.strip()
-        models.add(facts.get("Model"))
-        gpus.append(Numbers(facts.get("GPU UUID", ""), facts.get("Device Minor", "")))
-    by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-    if name.isdecimal() and (by_bus or len(models) == 1):
+def find_nvidia_gpu(name: str) -> NvidiaGpu | None:
+    """Find the GPU that has this name in CUDA_VISIBLE_DEVICES; None if it cannot be told from
+    others."""
+    gpus = read_nvidia_gpus()
+    # CUDA numbers GPUs by their speed, and equal ones by their address on the bus.
+    is_one_model = len({gpu.model for gpu in gpus}) == 1
+    if name.isdecimal() and (is_one_model or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"):
         matches = gpus[int(name) : int(name) + 1]
     else:
         matches = [gpu for gpu in gpus if name.startswith("GPU-") and gpu.uuid.startswith(name)]
     return matches[0] if len(matches) == 1 else None
+
+
+def read_nvidia_gpus() -> list[NvidiaGpu]:
+    """The GPUs that NVIDIA's driver knows, in the order of their addresses on the bus."""
+    gpus = []
+    for path in sorted(GPU_INFO_DIRECTORY.glob("*/information")):
+        facts = {}
+        for line in path.read_text().splitlines():
+            key, _, value = line.partition(":")
+            facts[key.strip()] = value.strip()
+        gpu = NvidiaGpu(
+            uuid=facts.get("GPU UUID", ""),
+            minor=facts.get("Device Minor", ""),
+            model=facts.get("Model", ""),
+        )
+        gpus.append(gpu)
+    return gpus

@@ -62,7 +62,7 @@ from sm_nanogpt.launcher.sagemaker.request import (
     sendable_hyperparameters,
     source_archive,
 )
-from sm_nanogpt.launcher.sagemaker.rules import problems_of
+from sm_nanogpt.launcher.sagemaker.rules import check_fields
 from sm_nanogpt.launcher.sagemaker.stack import notebook_role, with_stack
 from sm_nanogpt.launcher.settings import Settings
 
@@ -109,8 +109,8 @@ class SageMakerBackend(Backend):
         return True
 
     @classmethod
-    def problems(cls, request: Request) -> Iterator[tuple[str, object, str]]:
-        return problems_of(request)
+    def check_fields(cls, request: Request) -> None:
+        check_fields(request)
 
     @classmethod
     def count_ranks(cls, request: Request) -> int:

@@ -17,6 +17,7 @@ from sm_nanogpt.launcher.aws import Unreachable
 from sm_nanogpt.launcher.backends import Backend
 from sm_nanogpt.launcher.curve import Row
 from sm_nanogpt.launcher.description import JobDescription
+from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.job import COMMON_FIELDS, Request, TrainingJob
 from sm_nanogpt.launcher.settings import Settings
@@ -51,10 +52,10 @@ class ElsewhereBackend(Backend):
         return name in COMMON_FIELDS
 
     @classmethod
-    def problems(cls, request: Request) -> Iterator[tuple[str, object, str]]:
+    def check_fields(cls, request: Request) -> None:
         for name, value in request.explicit_fields().items():
             if not cls.takes_field(name):
-                yield name, value, "means nothing elsewhere"
+                raise InputError("means nothing elsewhere", field=name, value=value)
 
     @classmethod
     def count_ranks(cls, request: Request) -> int:

@@ -235,7 +235,7 @@ def driver(tmp_path, monkeypatch):
             (tmp_path / name).touch()
 
     monkeypatch.setattr(gpus, "DEVICES", tmp_path)
-    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "gpus")
+    monkeypatch.setattr(gpus, "GPU_INFO_DIRECTORY", tmp_path / "gpus")
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     return driver
 

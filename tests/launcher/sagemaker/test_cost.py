@@ -96,7 +96,7 @@ def limited(tmp_path, caplog):
     def run(values: dict[str, Any], inherited: str, configured: float | None) -> Any:
         settings = offline(tmp_path, max_cost=configured)
         request = job(**values)
-        request._inherited = frozenset(inherited.split())
+        request.mark_inherited(set(inherited.split()))
         spent = 100 * HOURLY / 3600 if request.resume else 0.0
         caplog.set_level("INFO", "sm_nanogpt")
         ready = afford(request, settings, Prices(settings), spent)
