@@ -65,7 +65,7 @@ def aws_session(settings: Settings) -> Any:
             profile_name=settings.profile or None, region_name=settings.aws_region or None
         )
     except BotoCoreError as error:
-        raise InputError(str(error), "other-profile") from None
+        raise InputError(str(error), code="other-profile") from None
     if settings.offline:
         session.client = raise_offline
         session.get_credentials = raise_offline
@@ -119,7 +119,7 @@ def check_region(session: Any) -> str:
     """
     region = str(session.region_name or "")
     if not region:
-        raise InputError("no region is set", "no-region")
+        raise InputError("no region is set", code="no-region")
     regions = [*NEWER_REGIONS]
     for partition in session.get_available_partitions():
         regions += session.get_available_regions("sagemaker", partition)
@@ -149,7 +149,12 @@ def check_bucket(client: Any, uri: str, field: str, region: str) -> None:
     if bucket_region != region:
         problem = f"is in {bucket_region}, and SageMaker in {region} cannot use it"
         raise InputError(
-            problem, "other-region", field, uri, bucket_region=bucket_region, job_region=region
+            problem,
+            code="other-region",
+            field=field,
+            value=uri,
+            bucket_region=bucket_region,
+            job_region=region,
         )
 
 
@@ -218,7 +223,7 @@ def patiently(
             if not is_outage or now >= give_up_at:
                 continues = "continues and is billed" if bills else "continues"
                 problem = f"{error}; a running job {continues}"
-                raise ServiceError(problem, code, job_id=job_id) from error
+                raise ServiceError(problem, code=code, job_id=job_id) from error
         time.sleep(min(AGAIN_SECONDS, max(0.0, give_up_at - time.monotonic())))
 
 

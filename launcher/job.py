@@ -343,9 +343,9 @@ def unknown_preset(name: str, presets: Sequence[str]) -> InputError:
 
 def unknown_hyperparameter(problem: str, source: Source) -> InputError:
     if source.is_packaged:
-        return InputError(problem, "list-hyperparameters")
+        return InputError(problem, code="list-hyperparameters")
     folder = shlex.quote(str(source.directory))
-    return InputError(problem, "list-edited-hyperparameters", folder=folder)
+    return InputError(problem, code="list-edited-hyperparameters", folder=folder)
 
 
 # The fields that a backend other than SageMaker records of a job.

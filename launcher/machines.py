@@ -171,7 +171,9 @@ def find_image(version: str) -> Image:
         if version in (image.version, image.minor):
             return image
     versions = ", ".join(image.version for image in IMAGES)
-    raise InputError(f"must be one of {versions}", "other-image", "pytorch_version", version)
+    raise InputError(
+        f"must be one of {versions}", code="other-image", field="pytorch_version", value=version
+    )
 
 
 def training_image(region: str, pytorch_version: str, gpu: bool) -> str:
@@ -179,12 +181,16 @@ def training_image(region: str, pytorch_version: str, gpu: bool) -> str:
     image = find_image(pytorch_version)
     if image.commercial_only and region.startswith(OTHER_PARTITIONS):
         missing = f"AWS has no image of PyTorch {image.version} in {region}"
-        raise InputError(missing, "other-image", "pytorch_version", pytorch_version)
+        raise InputError(
+            missing, code="other-image", field="pytorch_version", value=pytorch_version
+        )
     for account, regions in REGISTRIES.items():
         if region in regions.split():
             suffix = ".cn" if region.startswith("cn-") else ""
             return f"{account}.dkr.ecr.{region}.amazonaws.com{suffix}/{image.name(gpu)}"
-    raise InputError(f"no registry of AWS's training images is known in {region}", "other-image")
+    raise InputError(
+        f"no registry of AWS's training images is known in {region}", code="other-image"
+    )
 
 
 def image_problem(uri: str, image: Image | None, instance: str, launcher: str) -> str:

@@ -85,9 +85,9 @@ class Source:
                 raise InputError(f"{directory}: {problem}")
         for name in ("config.py", "train.py"):
             if name not in files:
-                raise InputError(f"{directory}: has no {name}", "copy-folder")
+                raise InputError(f"{directory}: has no {name}", code="copy-folder")
         if "setup.py" in files:
-            raise InputError(f"{directory}: setup.py would run, not train.py", "copy-folder")
+            raise InputError(f"{directory}: setup.py would run, not train.py", code="copy-folder")
         return cls(directory, files)
 
     @cached_property
@@ -146,7 +146,7 @@ class Source:
             missing = [name for name in required if name not in defined]
             if missing:
                 problem = f"not an edited copy of this version's folder: {module}.py has no"
-                raise InputError(f"{self.directory}: {problem} {min(missing)}", "copy-folder")
+                raise InputError(f"{self.directory}: {problem} {min(missing)}", code="copy-folder")
 
     def refusal(self, error: BaseException) -> InputError:
         """Turn an error of the folder's code into an InputError.
@@ -231,4 +231,4 @@ def find_source(sha256: str, settings: Settings, entry_point: Path | None = None
         problem += f"and {directory} is another"
     else:
         problem += "which is not on this machine"
-    raise InputError(problem, "name-folder")
+    raise InputError(problem, code="name-folder")

@@ -170,7 +170,7 @@ def check_device(job: TrainingJob, is_explicit: bool, earlier: EarlierJob | None
         subject = f"preset {job.preset}" if job.preset else "the job"
         problem = f"{subject} trains on the CPU, and {job.instance} has GPUs"
         with about("instance", job.instance):
-            raise InputError(problem, "idle-gpus")
+            raise InputError(problem, code="idle-gpus")
 
 
 def check_models(draft: Draft) -> None:

@@ -152,9 +152,9 @@ def check_resumable(job: TrainingJob, earlier: EarlierJob) -> None:
         n_generations = getattr(config, "generations", 1)
         if n_generations > 1:
             problem = f"the earlier job has done its {n_generations} generations"
-            raise InputError(problem, "start-from-model", job_id=earlier.description.job_id)
+            raise InputError(problem, code="start-from-model", job_id=earlier.description.job_id)
         problem = f"max_steps={config.max_steps}: the earlier job has already reached step {step}"
-        raise InputError(problem, "train-further", step=step)
+        raise InputError(problem, code="train-further", step=step)
 
 
 def state_of(job: TrainingJob) -> dict[str, Any]:

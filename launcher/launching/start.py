@@ -61,7 +61,7 @@ class InitialModel:
             problem = f"it is text, and {model} takes tokens"
         if problem:
             raise InputError(
-                f"{text.shown}: {problem}", "encode-for-model", model=shlex.quote(model)
+                f"{text.shown}: {problem}", code="encode-for-model", model=shlex.quote(model)
             )
         check_known(self.tokenizer, upload.vocabulary, text.shown)
 
@@ -109,7 +109,7 @@ def read_model(request: Request, field: str, directory: Path, channel: Channel) 
         tokenizer = source.module("text").read_tokenizer(directory)
     except source.module("errors").TrainingError as error:
         if "that script" in str(error):  # the model is of an edited folder
-            raise InputError(str(error), "name-folder") from None
+            raise InputError(str(error), code="name-folder") from None
         raise InputError(str(error), field=field, value=channel.shown) from None
     return InitialModel(model_name(channel.shown), channel, values, tokenizer)
 

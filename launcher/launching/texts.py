@@ -85,7 +85,7 @@ def check_upload(upload: Upload, shown: str, config: Any, part: str) -> None:
     """
     if not upload.train_tokens and getattr(config, "mask_documents", False):
         problem = "mask_documents needs tokens, whose documents have an end"
-        raise InputError(f"{shown}: {problem}", "needs-ends")
+        raise InputError(f"{shown}: {problem}", code="needs-ends")
     problem = problem_of_upload(upload, config, part)
     if problem:
         raise InputError(f"{shown}: {problem}")

@@ -356,7 +356,7 @@ def plan_processes(job: TrainingJob) -> LocalPlacement:
         if requested not in (None, n_gpus):
             raise InputError(
                 f"this machine has {n_gpus} GPUs, and each takes one process",
-                "train-on-cpu",
+                code="train-on-cpu",
                 field="processes_per_instance",
                 value=requested,
             )

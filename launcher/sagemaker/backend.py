@@ -141,7 +141,7 @@ class SageMakerBackend(Backend):
         has_region = bool(self.account.session.region_name)
         if self.settings.offline and not (has_region or self.settings.store):
             problem = "a dry run does not ask AWS, and neither a region nor a store is set"
-            raise InputError(problem, "no-region-and-store")
+            raise InputError(problem, code="no-region-and-store")
         settings = with_stack(self.settings)
         if not settings.role:
             role = notebook_role(self.account.client)
@@ -153,9 +153,13 @@ class SageMakerBackend(Backend):
         try:
             bucket = self.account.default_bucket()
         except Offline as error:
-            raise InputError(f"{error}, and no stack is known here yet", "no-stack-seen") from None
+            raise InputError(
+                f"{error}, and no stack is known here yet", code="no-stack-seen"
+            ) from None
         if bucket is None:
-            raise InputError("no store is set, and the account has no default bucket", "no-store")
+            raise InputError(
+                "no store is set, and the account has no default bucket", code="no-store"
+            )
         store = f"s3://{bucket}/sm-nanogpt"
         logger.info(f"store: {store} (the account's default SageMaker bucket)")
         return settings.model_copy(update={"store": store})
@@ -172,7 +176,9 @@ class SageMakerBackend(Backend):
             image_uri = default_image(job, self.account.region)
         check_volume(job)
         if not self.settings.data_store.startswith("s3://"):
-            raise InputError(f"SageMaker cannot read {self.settings.data_store}", "store-on-s3")
+            raise InputError(
+                f"SageMaker cannot read {self.settings.data_store}", code="store-on-s3"
+            )
         problem = machines.image_problem(image_uri, release, job.instance, job.launcher)
         if problem:
             raise InputError(problem)
@@ -212,7 +218,7 @@ class SageMakerBackend(Backend):
             return OWNER_PLACEHOLDER, role or ROLE_PLACEHOLDER
         if not role:
             problem = "no execution role, by which SageMaker reads and writes the store"
-            raise InputError(problem, "no-role")
+            raise InputError(problem, code="no-role")
         return owner, role
 
     def price(
@@ -248,7 +254,7 @@ class SageMakerBackend(Backend):
         if differing:
             parts = ", ".join(differing)
             problem = f"the SageMaker SDK would send another {parts} than was planned"
-            raise ServiceError(f"{problem}, so nothing was sent", "sdk-differs")
+            raise ServiceError(f"{problem}, so nothing was sent", code="sdk-differs")
         return request
 
     def submit(
@@ -274,7 +280,7 @@ class SageMakerBackend(Backend):
             if was_created:
                 return
             if was_created is None:
-                raise ServiceError(str(error), "job-may-exist", job_id=job_id) from None
+                raise ServiceError(str(error), code="job-may-exist", job_id=job_id) from None
             may_exist = False
             # If the id is in use, the files belong to the job that has it.
             if response["Error"]["Code"] != "ResourceInUse":
@@ -386,7 +392,7 @@ class SageMakerBackend(Backend):
                 continue
             problem = f"{last.job_id} was launched after {job.job_id}, in {last.region}"
             if acts:
-                raise InputError(problem, "in-another-region", region=last.region)
+                raise InputError(problem, code="in-another-region", region=last.region)
             logger.info(problem, extra={"code": "in-another-region", "region": last.region})
 
     def stop(self, job_id: str) -> None:

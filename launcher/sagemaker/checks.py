@@ -47,7 +47,7 @@ def check_vpc(job: TrainingJob, settings: Settings, region: str) -> None:
         return
     if stack.role == settings.role:
         problem = f"the role of stack {stack.name} may not join a VPC"
-        raise InputError(problem, "allow-vpc", "subnets", ",".join(job.subnets))
+        raise InputError(problem, code="allow-vpc", field="subnets", value=",".join(job.subnets))
 
 
 def check_regions(job: TrainingJob, settings: Settings, account: Account) -> None:
@@ -105,7 +105,7 @@ def check_memory(job: TrainingJob, instance: str) -> None:
         raise InputError(
             f"weights, gradients and momentum of {billions:.1f} billion parameters take"
             f" {gigabytes:,.0f} GB of each {gpu.name} of {instance}, which has {gpu.memory} GB",
-            "gpu-too-small",
+            code="gpu-too-small",
         )
 
 

@@ -161,13 +161,13 @@ def unusable(raw: dict[str, Any]) -> LauncherError:
     """The error for a stack that cannot be used or changed now."""
     stack = f"stack {raw['StackName']} is {raw['StackStatus']}"
     if not is_our_stack(raw):
-        return InputError(f"{stack} and does not belong to sm-nanogpt", "name-other-stack")
+        return InputError(f"{stack} and does not belong to sm-nanogpt", code="name-other-stack")
     if raw["StackStatus"].endswith("_IN_PROGRESS"):
         return ServiceError(f"{stack}; try again when that has ended")
     if raw["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
         command = f"aws cloudformation continue-update-rollback --stack-name {raw['StackName']}"
         return ServiceError(f"{stack}; first run `{command}`")
-    return ServiceError(f"{stack}, and cannot be used", "deploy-stack-again")
+    return ServiceError(f"{stack}, and cannot be used", code="deploy-stack-again")
 
 
 def stack_cache(settings: Settings) -> Cache[CachedStacks]:
