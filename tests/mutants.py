@@ -39,6 +39,7 @@ MODULES = {
     "launcher/sagemaker/checks.py": "test_checks test_limits test_deploy",
     "launcher/sagemaker/estimator.py": "test_estimator",
     "launcher/sagemaker/rules.py": "test_limits test_request",
+    "launcher/sagemaker/submission.py": "test_sagemaker test_sagemaker_errors",
     "launcher/sagemaker/stack.py": "test_stack test_deploy",
     "launcher/groups/ledger.py": "test_group_ledger test_sweeps test_money",
     "launcher/groups/money.py": "test_run test_group_ledger",

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Literal
 
 from sm_nanogpt.launcher import aws, machines
-from sm_nanogpt.launcher.aws import Offline, response_in
+from sm_nanogpt.launcher.aws import Offline
 from sm_nanogpt.launcher.backends import Backend
 from sm_nanogpt.launcher.curve import (
     MAX_CURVE_BYTES,
@@ -41,9 +41,6 @@ from sm_nanogpt.launcher.instances import assume_gpus, has_local_disks, looks_li
 from sm_nanogpt.launcher.job import Request, TrainingJob
 from sm_nanogpt.launcher.sagemaker import caller, cost
 from sm_nanogpt.launcher.sagemaker.account import Account
-from sm_nanogpt.launcher.sagemaker.caller import (
-    LaunchedJob,
-)
 from sm_nanogpt.launcher.sagemaker.checks import (
     check_gpus,
     check_regions,
@@ -60,10 +57,10 @@ from sm_nanogpt.launcher.sagemaker.request import (
     check_request,
     create_request,
     sendable_hyperparameters,
-    source_archive,
 )
 from sm_nanogpt.launcher.sagemaker.rules import check_fields
 from sm_nanogpt.launcher.sagemaker.stack import notebook_role, with_stack
+from sm_nanogpt.launcher.sagemaker.submission import Submission
 from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -260,71 +257,8 @@ class SageMakerBackend(Backend):
     def submit(
         self, job_id: str, job: TrainingJob, placement: Placement, request: Mapping[str, Any]
     ) -> None:
-        """Send the files that the job needs, and then the request that was planned.
-
-        Raises ServiceError with the code `job-may-exist` if it is not known whether the job exists.
-        """
-        account = self.account
-        launched = LaunchedJob(account.caller(), account.region, job_id, job.name, job.summary)
-        try:
-            self.send_files(job_id, job, placement)
-        except BaseException:  # also Ctrl-C
-            self.remove_files(job_id, placement)
-            raise
-        may_exist = True  # also if Ctrl-C comes before the answer
-        try:
-            self.account.client("sagemaker").create_training_job(**request)
-        except ServiceError as error:
-            response = response_in(error.__context__)
-            was_created = self.was_created(job_id, response)
-            if was_created:
-                return
-            if was_created is None:
-                raise ServiceError(str(error), code="job-may-exist", job_id=job_id) from None
-            may_exist = False
-            # If the id is in use, the files belong to the job that has it.
-            if response["Error"]["Code"] != "ResourceInUse":
-                self.remove_files(job_id, placement)
-            raise
-        finally:
-            if may_exist:
-                caller.remember_launch(launched, self.settings)
-
-    def was_created(self, job_id: str, response: Mapping[str, Any]) -> bool | None:
-        """True if a job exists after this error response to its request; None if that is unknown.
-
-        If the first attempt was refused, the job does not exist. After any other response, it may
-        have been created, so AWS is asked for it.
-        """
-        metadata = response.get("ResponseMetadata", {})
-        is_refusal = metadata.get("HTTPStatusCode", 500) < 500
-        if is_refusal and not metadata.get("RetryAttempts"):
-            return False
-        try:
-            if self.account.find_raw(job_id) is not None:
-                return True
-        except ServiceError:
-            return None
-        return False if is_refusal else None
-
-    def send_files(self, job_id: str, job: TrainingJob, placement: Placement) -> None:
-        """Write the training folder, the checkpoints of a resumed job, and the submitted job."""
-        archive = source_archive(job.source, job.launcher)
-        storage.write_bytes(placement.source_uri(job_id), archive, self.settings)
-        if job.resume is not None:
-            source = self.account.raw_job(job.resume)["CheckpointConfig"]["S3Uri"]
-            if not storage.copy(source, placement.checkpoint_uri(job_id), self.settings):
-                raise ServiceError(f"job {job.resume} has no checkpoints at {source}")
-        record = job.model_dump(mode="json", exclude_defaults=True)
-        storage.write_json(placement.file_uri(job_id, "job.json"), record, self.settings)
-
-    def remove_files(self, job_id: str, placement: Placement) -> None:
-        """Remove the files of a job that does not exist, which `delete` could not find."""
-        for uri in (placement.file_uri(job_id), placement.checkpoint_uri(job_id)):
-            try:
-                storage.remove(uri, self.settings)
-            except ServiceError as error:
-                logger.info(f"{uri} is left behind: {error}")
+        """As Submission.send."""
+        Submission(job_id, job, placement, self.account, self.settings).send(request)
 
     def console_link(self, job_id: str) -> str | None:
         return self.account.console_link(job_id)
