@@ -40,17 +40,23 @@ def first_text(settings: Settings | None = None) -> Path:
 
 
 def download_shakespeare() -> bytes:
-    """Download tiny Shakespeare. Raises ServiceError; if nobody answers, after PATIENCE_SECONDS."""
+    """Download tiny Shakespeare.
+
+    Raises ServiceError if that fails, if it takes longer than PATIENCE_SECONDS, or if the answer is
+    another file.
+    """
     try:
         # If a name server does not answer, urllib waits for minutes, whatever its timeout is.
         content = in_thread(partial(download, SHAKESPEARE_URL)).result(PATIENCE_SECONDS)
+    except TimeoutError:
+        problem = f"no answer within {PATIENCE_SECONDS:.0f} s"
     except Exception as error:
-        reason = str(getattr(error, "reason", error))
-        problem = reason or f"no answer within {PATIENCE_SECONDS:.0f} s"
-        raise ServiceError(f"{SHAKESPEARE_URL}: {problem}", code="own-text") from None
-    if not is_shakespeare(content):  # it may be a page of a proxy
-        raise ServiceError(f"{SHAKESPEARE_URL}: the answer is another file", code="own-text")
-    return content
+        problem = str(getattr(error, "reason", error))  # that of urllib, without <urlopen error>
+    else:
+        if is_shakespeare(content):
+            return content
+        problem = "the answer is another file"  # such as a page of a proxy
+    raise ServiceError(f"{SHAKESPEARE_URL}: {problem}", code="own-text")
 
 
 def is_shakespeare(content: bytes) -> bool:
@@ -67,7 +73,7 @@ def download(url: str) -> bytes:
 def python_reference(cache: Path, error: ServiceError) -> Path:
     """Write Python's language reference, half a megabyte, into the cache; return the file.
 
-    error is why there is no Shakespeare. It is raised if this Python has no reference either.
+    error: why there is no Shakespeare. It is raised if this Python has no reference either.
     """
     try:
         from pydoc_data.topics import topics  # of `help()`

@@ -169,7 +169,7 @@ def read_manifest(uri: str, settings: Settings) -> Upload | None:
 
 
 def known_upload(uri: str | None, settings: Settings) -> Upload | None:
-    """Read the manifest of a text; None if it is gone or cannot be read."""
+    """Read the manifest of a text; None if there is no URI, no manifest, or no access to it."""
     if not uri:
         return None
     try:
@@ -179,8 +179,10 @@ def known_upload(uri: str | None, settings: Settings) -> Upload | None:
 
 
 def deleted_uploads(uris: Iterable[str], settings: Settings) -> list[str]:
-    """The names of the uploads at these URIs that are gone. If a store cannot be asked, its uploads
-    do not count as gone."""
+    """The names of the uploads at these URIs that have no manifest, or a damaged one.
+
+    Other URIs do not count, and neither do the uploads of a store that cannot be asked.
+    """
     names = []
     for uri in uris:
         name = uri.rstrip("/").rpartition("/")[2]
@@ -227,14 +229,18 @@ def no_upload_error(typed: str, names: Iterable[str]) -> InputError:
 
 
 def upload_suggestion(typed: str, names: Iterable[str]) -> str:
-    """Return `did you mean A or B?` with uploads, of these, whose names are like a word, or ''."""
+    """Return `did you mean A or B?` with names of uploads that are like `typed`; or ''."""
     names = sorted(set(names))  # two stores may have the same upload, or be one store
     stems = sorted({name.rpartition("-")[0] for name in names})
     return did_you_mean(typed, stems) or did_you_mean(typed, names)
 
 
 def find_by_part(part: str, roots: Iterable[str], settings: Settings) -> str:
-    """The URI of the upload below these roots that a part of its name means."""
+    """The URI of the upload below these roots whose name has a part. See choose.
+
+    If one root cannot be listed, the others count. Raises InputError or ServiceError if no upload
+    matches.
+    """
     uris: dict[str, str] = {}
     failure: InputError | ServiceError | None = None
     for root in roots:
@@ -269,7 +275,7 @@ def local_upload_names(settings: Settings) -> list[str]:
 
 
 def choose(part: str, names: Iterable[str]) -> str | None:
-    """Choose the one of these names of uploads that has this part; None if none has it.
+    """Choose the name of an upload that has a part; None if no name has it.
 
     A part is the name without its hash, or else the start or the end of the name. Raises InputError
     if several names match.
