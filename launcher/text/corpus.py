@@ -22,7 +22,7 @@ from sm_nanogpt.launcher.text.documents import digest_of, survey_documents, surv
 from sm_nanogpt.launcher.text.files import FileOptions, find_files, warn_of_held_out
 from sm_nanogpt.launcher.text.reading import File
 from sm_nanogpt.launcher.text.repeats import share_within_text, warn_of_repeats
-from sm_nanogpt.launcher.text.sources import TextSource, name_of, open_sources, temporary
+from sm_nanogpt.launcher.text.sources import TextSource, open_sources, temporary
 from sm_nanogpt.launcher.text.store import (
     Upload,
     find_upload,
@@ -92,7 +92,7 @@ def upload_data(
         # A wrong path is refused before AWS is asked.
         files = find_files(sources, options, progress)
         warn_of_held_out(files)
-        name = name_of_first(texts, sources, files)
+        name = name_of_first(sources, files)
         settings = with_store(settings)
         if tokenizer is None:
             upload, files = survey_upload(name, files, settings)
@@ -104,19 +104,17 @@ def upload_data(
     return upload
 
 
-def name_of_first(
-    texts: Sequence[str], sources: Sequence[TextSource], files: Sequence[File]
-) -> str:
-    """The name of the first of these texts, each with its source, from which a file is taken.
+def name_of_first(sources: Sequence[TextSource], files: Sequence[File]) -> str:
+    """The name of the first source from which a file is taken.
 
     An empty file is left out, and so is one that `exclude` fits. If no file is taken, it is the
-    name of the first text.
+    name of the first source.
     """
     paths = [file.path for file in files if file.path.stat().st_size > 0]
-    for text, source in zip(texts, sources, strict=True):
+    for source in sources:
         if any(path.is_relative_to(source.path) for path in paths):
-            return name_of(text)
-    return name_of(texts[0]) if texts else "no path"
+            return source.name
+    return sources[0].name if sources else "no path"
 
 
 def strings_of(values: str | Path | Upload | Iterable[str | Path | Upload]) -> list[str]:

@@ -97,8 +97,8 @@ class Page(HTMLParser):
             self.text = self.text.rstrip(" ") + "\n"
             self.is_line_empty = True
 
-    def take(self) -> str:
-        """Take the lines that are complete; an incomplete last one stays."""
+    def pop_lines(self) -> str:
+        """Return the complete lines, and remove them; an incomplete last line stays."""
         end = self.text.rfind("\n") + 1
         text = self.text[:end]
         self.text = self.text[end:]
@@ -106,13 +106,14 @@ class Page(HTMLParser):
 
 
 def texts_of_page(file: IO[bytes]) -> Iterator[str]:
+    """Yield the lines of a page as a browser would show them, some at once."""
     page = Page()
     for characters in characters_in(file):
         page.feed(characters)
-        yield page.take()
+        yield page.pop_lines()
     page.close()
     page.end_line()
-    yield page.take()
+    yield page.pop_lines()
 
 
 # -- subtitles -------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def texts_of_subtitles(file: IO[bytes]) -> Iterator[str]:
         if line:
             block.append(line)
             continue
-        for text in said_in(block):
+        for text in spoken_lines(block):
             if text != last:
                 yield f"{text}\n"
             last = text
@@ -144,7 +145,7 @@ def lines_in(file: IO[bytes]) -> Iterator[str]:
     yield ""
 
 
-def said_in(block: list[str]) -> list[str]:
+def spoken_lines(block: list[str]) -> list[str]:
     """The spoken lines of a block, which come after the line of times."""
     for number, line in enumerate(block):
         if LINE_OF_TIMES.match(line):
@@ -173,16 +174,17 @@ def texts_of_mailbox(file: IO[bytes]) -> Iterator[str]:
 
 
 def mails_in(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the content of each mail. A mail begins with a line `From ` after an empty line."""
     lines: list[bytes] = []
-    is_after_empty = True
+    is_after_empty_line = True
     for line in file:
-        if is_after_empty and FIRST_LINE_OF_MAIL.match(line):
+        if is_after_empty_line and FIRST_LINE_OF_MAIL.match(line):
             if lines:
                 yield b"".join(lines)
             lines = []
         else:
             lines.append(re.sub(rb"^>(>*From )", rb"\1", line))  # a mailbox marks `From ` so
-        is_after_empty = not line.strip()
+        is_after_empty_line = not line.strip()
     if lines:
         yield b"".join(lines)
 
@@ -203,23 +205,24 @@ def text_of_mail(content: bytes, left_out: Counter[str]) -> str:
     if body.get_content_subtype() == "html":
         text = "".join(texts_of_page(io.BytesIO(text.encode("utf-8", "surrogateescape"))))
     lines = text.splitlines()
-    own_lines = without_quotes(lines)
-    left_out["line of quotes and signatures"] += n_with_text(lines) - n_with_text(own_lines)
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(own_lines)).strip()
+    new_lines = without_quotes(lines)
+    left_out["line of quotes and signatures"] += count_with_text(lines) - count_with_text(new_lines)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(new_lines)).strip()
 
 
-def n_with_text(lines: list[str]) -> int:
+def count_with_text(lines: list[str]) -> int:
     return sum(bool(line.strip()) for line in lines)
 
 
 def without_quotes(lines: list[str]) -> list[str]:
-    own_lines: list[str] = []
+    """The lines of a mail up to its signature or a forwarded mail, without quoted lines."""
+    new_lines: list[str] = []
     for line in lines:
         if SIGNATURE.match(line) or is_forward(line):
             break
         if not QUOTED.match(line) and not ATTRIBUTION.match(line):
-            own_lines.append(line.rstrip())
-    return own_lines
+            new_lines.append(line.rstrip())
+    return new_lines
 
 
 def is_forward(line: str) -> bool:

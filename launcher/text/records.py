@@ -209,14 +209,14 @@ def json_problem(error: ValueError | RecursionError) -> str:
 def read_table(content: IO[bytes], file: File) -> Records:
     """Yield each row of a table as a dictionary by the names of its columns."""
     rows = read_rows(content, file.shown)
-    line, header = next(rows, (1, [file.column]))
+    first_line, header = next(rows, (1, [file.column]))
     columns = [cell.strip() for cell in header]
     try:
         check_columns(file.column, columns, text_columns=columns)
     except InputError as error:
-        raise error.within(f"{file.shown}:{line}") from None
-    for line, row in rows:
-        position = f"{file.shown}:{line}"
+        raise error.within(f"{file.shown}:{first_line}") from None
+    for line_number, row in rows:
+        position = f"{file.shown}:{line_number}"
         if len(row) != len(columns):
             problem = f"{counted(len(row), 'cell')}, but the first row has {len(columns):,}"
             raise InputError(f"{position}: {problem}")
@@ -280,7 +280,10 @@ def read_parquet(content: IO[bytes], file: File) -> Records:
     number = 0
     try:
         table = ParquetFile(content, buffer_size=CHUNK_BYTES, pre_buffer=False)
-        check_schema(table.schema_arrow, column)
+        try:
+            check_schema(table.schema_arrow, column)
+        except InputError as error:
+            raise error.within(name) from None
         columns = [field for field in table.schema_arrow.names if field in {column, *FIELDS}]
         for batch in table.iter_batches(BATCH_ROWS, columns=columns):
             for row in rows_in(batch):
@@ -290,10 +293,6 @@ def read_parquet(content: IO[bytes], file: File) -> Records:
                 unpacking.add(sum(len(value) for value in row.values() if isinstance(value, str)))
                 yield f"{name}, row {number}", row
         return
-    except InputError as error:
-        if str(error).startswith(name):
-            raise
-        raise error.within(name) from None
     except UnicodeDecodeError:
         problem = f", row {number}: `{column}` holds bytes that are not UTF-8 text"
     except (ArithmeticError, LookupError) as error:

@@ -46,6 +46,16 @@ class TextSource:
     remote_files: dict[Path, RemoteFile] = field(default_factory=dict)  # by the path of the copy
     remote: RemoteFileSystem | None = None
 
+    @property
+    def name(self) -> str:
+        """The name of the text: that of a data set of the Hub, or of a file."""
+        if self.location == STDIN:
+            return "stdin"
+        match = HUB.fullmatch(self.location)
+        if match:
+            return match["name"]
+        return Path(self.location or self.path).absolute().name
+
     def shown(self, path: Path) -> str:
         """What messages call a path of this source: what the user wrote, not the path of a copy."""
         if not self.location:
@@ -131,16 +141,6 @@ def find_path(location: str, code: str = "") -> Path:
         if path is not None and path.exists():
             return path
     raise InputError(f"{location}: no such file or directory", code=code)
-
-
-def name_of(location: str | Path) -> str:
-    """The name of a text: of a data set of the Hub, or of a file."""
-    if location == STDIN:
-        return "stdin"
-    match = HUB.fullmatch(str(location))
-    if match:
-        return match["name"]
-    return Path(location).absolute().name
 
 
 def without_pattern(path: str) -> str:

@@ -101,35 +101,36 @@ def looks_like_name(text: str) -> bool:
     return len(text) < 40 and PLAIN_NAME.fullmatch(text) is not None
 
 
-def read_rows(file: IO[bytes], path: str) -> Iterator[tuple[int, list[str]]]:
+def read_rows(content: IO[bytes], name: str) -> Iterator[tuple[int, list[str]]]:
     """Yield each row of a table: the number of its first line, and its cells. The first row has the
     names of the columns.
 
     The separator is found in that row, or named by a line of Excel, such as `sep=;`, before it. A
-    table of one column has no separator: its cells may contain any. Raises InputError.
+    table of one column has no separator: its cells may contain any. name: what errors call the
+    file. Raises InputError.
     """
     csv.field_size_limit(MAX_CELL_CHARACTERS)
-    text = io.TextIOWrapper(as_utf8(file, path), "utf-8", newline="")
-    header = read_header(lines_of(text))
+    text_file = io.TextIOWrapper(as_utf8(content, name), "utf-8", newline="")
+    header = read_header(lines_of(text_file))
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL
-    if quotes_are_letters(lines_of(text), header):
+    if quotes_are_letters(lines_of(text_file), header):
         quoting = csv.QUOTE_NONE
-    lines = islice(lines_of(text), header.n_skipped, None)
+    lines = islice(lines_of(text_file), header.n_skipped, None)
     rows = csv.reader(lines, delimiter=header.separator, quoting=quoting, strict=True)
-    line = header.n_skipped + 1
+    line_number = header.n_skipped + 1
     try:
         for row in rows:
             if row:
-                yield line, row
-            line = header.n_skipped + rows.line_num + 1
+                yield line_number, row
+            line_number = header.n_skipped + rows.line_num + 1
     except csv.Error as error:
-        raise InputError(f"{path}:{line}: {error}; {QUOTING}") from None
+        raise InputError(f"{name}:{line_number}: {error}; {QUOTING}") from None
 
 
-def lines_of(text: io.TextIOWrapper) -> Iterator[str]:
+def lines_of(text_file: io.TextIOWrapper) -> Iterator[str]:
     """The lines of a file from its beginning."""
-    text.seek(0)
-    return iter(text)
+    text_file.seek(0)
+    return iter(text_file)
 
 
 def quotes_are_letters(lines: Iterator[str], header: Header) -> bool:

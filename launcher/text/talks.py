@@ -103,24 +103,29 @@ class Talks:
         self.left_out += talk.left_out  # without the kinds of which it has none
         if not talk.messages:
             return
+        authors = Counter(message.author for message in talk.messages)
         if talk.answers:
+            learned_author = talk.answers
             conversations = [talk.messages]
-            me = talk.answers
         else:
-            self.authors.update(message.author for message in talk.messages)
-            self.me = me
-            self.first_position = self.first_position or position
-            self.n_talks += 1
+            learned_author = me
+            self.add_people(authors, position, me)
             if not me:
                 return
             conversations = list(cut_at_pauses(talk.messages, me))
-        is_group = len({message.author for message in talk.messages}) > 2
         for messages in conversations:
-            turns = make_turns(messages, me, is_group)
+            turns = make_turns(messages, learned_author, is_group=len(authors) > 2)
             if turns:
                 yield turns
             else:
-                self.left_out[f"message without an answer of {me}"] += len(messages)
+                self.left_out[f"message without an answer of {learned_author}"] += len(messages)
+
+    def add_people(self, authors: Counter[str], position: str, me: str) -> None:
+        """Count a talk between people: the number of messages of each author."""
+        self.authors += authors
+        self.me = me
+        self.first_position = self.first_position or position
+        self.n_talks += 1
 
 
 def cut_at_pauses(messages: Sequence[TalkMessage], me: str) -> Iterator[list[TalkMessage]]:

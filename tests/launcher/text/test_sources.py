@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import boto3
@@ -19,7 +20,7 @@ from sm_nanogpt.launcher.text.documents import survey_documents
 from sm_nanogpt.launcher.text.files import FileOptions, find_files
 from sm_nanogpt.launcher.text.formats import PLAIN
 from sm_nanogpt.launcher.text.reading import detect_file
-from sm_nanogpt.launcher.text.sources import name_of, open_sources
+from sm_nanogpt.launcher.text.sources import TextSource, open_sources
 
 PAGE = "https://huggingface.co/datasets"
 BPE = ("--tokenizer", "bpe", "--vocab-size", "300")
@@ -295,7 +296,8 @@ def test_an_error_names_the_source_not_its_copy(hub, home):
 
 
 def test_what_is_copied_has_a_name():
-    assert name_of("hf://datasets/me/notes@main/data/a.txt") == "notes"
-    assert name_of("-") == "stdin"
-    assert name_of("a/b.txt") == "b.txt"
-    assert name_of("s3://bucket/texts") == "texts"
+    copy = Path("cache/copy")
+    assert TextSource(copy, "hf://datasets/me/notes@main/data/a.txt").name == "notes"
+    assert TextSource(copy, "-").name == "stdin"
+    assert TextSource(copy, "s3://bucket/texts").name == "texts"
+    assert TextSource(Path("a/b.txt")).name == "b.txt"
