@@ -1,4 +1,4 @@
-"""What `launch --forecast` prints."""
+"""`launch --forecast`: forecast each size for a text, and print the forecast."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ import click
 
 from sm_nanogpt.entry_point.metrics import duration
 from sm_nanogpt.launcher.backends import LOCAL
-from sm_nanogpt.launcher.cli.remedies import command, options
+from sm_nanogpt.launcher.cli.remedies import command, launch_options
 from sm_nanogpt.launcher.cli.show import at_ctrl_c, note, print_json, print_table
-from sm_nanogpt.launcher.errors import about
+from sm_nanogpt.launcher.errors import InputError, about
 from sm_nanogpt.launcher.job import DEFAULT_RUN_SECONDS
 from sm_nanogpt.launcher.sagemaker.cost import OVERHEAD_SECONDS, usd
 
 if TYPE_CHECKING:
+    from sm_nanogpt.launcher.cli.launch import LaunchOptions
     from sm_nanogpt.launcher.launching.forecasts import Forecast, Row
     from sm_nanogpt.launcher.settings import Settings
 
 MAX_RUN_FACTOR = 2  # a job may take twice the time that was forecast for it
 
 
-def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> None:
-    """Forecast each size, and print a table. typed: the fields of a request on the command line."""
+def forecast_sizes(
+    context: click.Context, options: LaunchOptions, settings: Settings, as_json: bool
+) -> None:
+    """`launch --forecast`: print what each size would be, and start nothing."""
     from sm_nanogpt.launcher.forecast.forecasting import forecast
     from sm_nanogpt.launcher.job import Request
-    from sm_nanogpt.launcher.launching.sizing import gains_by_generations
 
-    typed = typed | full_names_of_texts(typed, settings)
+    check_options(context, options)
+    typed = options.fields | full_names_of_texts(options.fields, settings)
     fields = {"instance": LOCAL, **typed}
     max_cost = fields.pop("max_cost", None)  # of a job on any of the known instance types
     request = Request(**fields)
@@ -42,7 +45,23 @@ def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> N
     print_sizes(result)
     for line in result.notes:
         note(f"note: {line}")
+    print_lowest(result, max_cost)
+    size = result.best if max_cost is None else result.affordable
+    if size is not None:
+        row = next(row for row in result.rows if row.size == size)
+        note_next(typed, row)
 
+
+def check_options(context: click.Context, options: LaunchOptions) -> None:
+    """Raise InputError if an option was typed that a forecast does not take."""
+    allowed = {"forecasts", "as_json", *options.fields}
+    for parameter in context.command.params:
+        if parameter.name in options.typed - allowed:
+            raise InputError(f"{parameter.opts[0]}: a forecast takes no such option; leave it out")
+
+
+def print_lowest(result: Forecast, max_cost: float | None) -> None:
+    """Print the size of the lowest loss, with what would change it, and that below max_cost."""
     is_lowest = result.overfits or result.best < result.rows[-1].size
     lowest = "for this text" if is_lowest else "that can be forecast"
     click.echo(f"the lowest {lowest}: size {result.best:g}")
@@ -51,23 +70,27 @@ def show_forecast(typed: dict[str, Any], settings: Settings, as_json: bool) -> N
             f"twice the text changes its loss by about {result.twice_text}, twice the compute by"
             f" about {result.twice_compute}"
         )
-    size: float | None = result.best
-    if max_cost is not None:
-        size = result.affordable
-        ceiling = usd(max_cost)
-        if size is None:
-            click.echo(f"no size is known to stay below {ceiling} on SageMaker")
-        else:
-            click.echo(f"the lowest below {ceiling}: size {size:g}")
-    if size is not None:
-        row = next(row for row in result.rows if row.size == size)
-        fields = next_request(typed, row)
-        name = fields["instance"].partition(",")[0]  # the first type of several
-        seconds = row.seconds.get(name)
-        if gains_by_generations(row.size, row.readings):
-            note("note: with `--set generations=2` its loss is lower still, in 2.25 times the time")
-        note(f"time: {'unknown' if seconds is None else f'about {duration(seconds)}'} on {name}")
-        note(f"next: {command('launch', *options(fields))}")
+    if max_cost is None:
+        return
+    if result.affordable is None:
+        click.echo(f"no size is known to stay below {usd(max_cost)} on SageMaker")
+    else:
+        click.echo(f"the lowest below {usd(max_cost)}: size {result.affordable:g}")
+
+
+def note_next(typed: dict[str, Any], row: Row) -> None:
+    """Print the command of a job of the size of a row, and the time that it takes."""
+    from sm_nanogpt.launcher.instances import types_of
+    from sm_nanogpt.launcher.launching.sizing import gains_by_generations
+
+    fields = next_request(typed, row)
+    name = types_of(fields["instance"])[0]
+    seconds = row.seconds.get(name)
+    time = "unknown" if seconds is None else f"about {duration(seconds)}"
+    if gains_by_generations(row.size, row.readings):
+        note("note: with `--set generations=2` its loss is lower still, in 2.25 times the time")
+    note(f"time: {time} on {name}")
+    note(f"next: {command('launch', *launch_options(fields))}")
 
 
 def full_names_of_texts(typed: dict[str, Any], settings: Settings) -> dict[str, str]:

@@ -28,7 +28,7 @@ from sm_nanogpt.launcher.cli.options import (
     settings_of,
     value_option,
 )
-from sm_nanogpt.launcher.cli.remedies import command, options, reason_of
+from sm_nanogpt.launcher.cli.remedies import command, launch_options, reason_of
 from sm_nanogpt.launcher.cli.show import (
     at_ctrl_c,
     local_time,
@@ -344,7 +344,7 @@ def launch_again(job: TrainingJob) -> str:
     fields = job.model_dump(exclude_defaults=True, include=names)
     if job.environment:
         fields["environment"] = dict.fromkeys(job.environment, "...")
-    lines = [f"sm-nanogpt launch --instance {job.instance}", *options(fields)]
+    lines = [f"sm-nanogpt launch --instance {job.instance}", *launch_options(fields)]
     return " \\\n  ".join(lines)
 
 

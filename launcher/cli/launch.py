@@ -222,6 +222,8 @@ def launch_command(
     )
     settings = settings_of()
     if forecasts:
+        from sm_nanogpt.launcher.cli.forecast import forecast_sizes
+
         forecast_sizes(context, options, settings, as_json)
     elif as_json:
         raise InputError("--json is for --forecast; a launch prints the id of the job")
@@ -274,19 +276,6 @@ class LaunchOptions:
             hyperparameters.update(read_toml(Path(self.config_file)))
         hyperparameters.update(self.assignments)
         return Request(**self.fields, hyperparameters=hyperparameters)
-
-
-def forecast_sizes(
-    context: click.Context, options: LaunchOptions, settings: Settings, as_json: bool
-) -> None:
-    """`launch --forecast`: print what each size would be, and start nothing."""
-    from sm_nanogpt.launcher.cli.forecast import show_forecast
-
-    allowed = {"forecasts", "as_json", *options.fields}
-    for parameter in context.command.params:
-        if parameter.name in options.typed - allowed:
-            raise InputError(f"{parameter.opts[0]}: a forecast takes no such option; leave it out")
-    show_forecast(options.fields, settings, as_json)
 
 
 def resume_sweep(options: LaunchOptions, settings: Settings) -> None:

@@ -114,7 +114,10 @@ def fetch_and_sample_command(
 
 
 def without_first_breaks(columns: Iterator[list[str]]) -> Iterator[list[str]]:
-    """Yield the pieces of some texts, without the line breaks with which a text begins."""
+    """Yield the pieces of several texts, without the line breaks with which a text begins.
+
+    Each list has the next piece of each text.
+    """
     has_text = set[int]()  # numbers of the texts that have more than line breaks
     for pieces in columns:
         pieces = list(pieces)
@@ -148,9 +151,10 @@ def open_model(
 def player_of(
     model: str, settings: Settings, entry_point: Path | None, with_moments: bool
 ) -> Player:
-    """A model for `play`. Its name is that of its job; without a job, that of its directory.
+    """Load a model for `play`. Its name is that of its job, or, without a job, what the user typed.
 
-    with_moments: the page shows how the model has learned, if its moments can be read.
+    with_moments: load its moments too, so that the page shows how it has learned. A failure to read
+    them is only a warning.
     """
     from sm_nanogpt.launcher.models.moments import read_moments
     from sm_nanogpt.launcher.views.model_card import card_for, job_behind
@@ -342,9 +346,12 @@ def answer(
     messages: list[Message],
     sampling: Mapping[str, Any],
     line: str,
-    n: int,
+    n_replies: int,
 ) -> Generator[str]:
-    """Yield the n-th answer of a conversation, which is to a line; add both to the messages."""
+    """Yield the answer to a line of a conversation, and add both to its messages.
+
+    n_replies: the number of answers before it, which changes the seed.
+    """
     from sm_nanogpt.launcher.models.chat import Message
     from sm_nanogpt.launcher.models.sample import stream_samples
 
@@ -357,7 +364,7 @@ def answer(
         note(f"the context is full: the model no longer sees {oldest}")
     options = {
         **sampling,
-        "seed": sampling["seed"] + n,
+        "seed": sampling["seed"] + n_replies,
         "max_new_tokens": prompt.max_new_tokens,
     }
     text = ""
@@ -371,12 +378,15 @@ def answer(
 
 
 def continue_prompt(
-    model: GPT, tokenizer: Tokenizer, sampling: Mapping[str, Any], line: str, n: int
+    model: GPT, tokenizer: Tokenizer, sampling: Mapping[str, Any], line: str, n_replies: int
 ) -> Generator[str]:
-    """Yield a line, and then the text with which the model continues it. n: changes the seed."""
+    """Yield a line, and then the text with which the model continues it.
+
+    n_replies: the number of texts before it, which changes the seed.
+    """
     from sm_nanogpt.launcher.models.sample import stream_samples
 
-    options = {**sampling, "seed": sampling["seed"] + n}
+    options = {**sampling, "seed": sampling["seed"] + n_replies}
     columns = stream_samples(model, tokenizer, line or None, **options)
     yield line
     for (piece,) in columns:

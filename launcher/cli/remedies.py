@@ -174,18 +174,18 @@ def option(field: str) -> str:
     return OPTIONS.get(field, f"--{field.replace('_', '-')}")
 
 
-def options(fields: Mapping[str, Any]) -> list[str]:
+def launch_options(fields: Mapping[str, Any]) -> list[str]:
     """The options of `launch` for fields of a request, each with its value, quoted for a shell."""
     arguments: list[str] = []
     for field, value in fields.items():
         if isinstance(value, dict):
             value = [f"{key}={text}" for key, text in value.items()]
         values = value if isinstance(value, list | tuple) else [value]
-        arguments += [option_with(field, value) for value in values]
+        arguments += [option_with_value(field, value) for value in values]
     return arguments
 
 
-def option_with(field: str, value: object) -> str:
+def option_with_value(field: str, value: object) -> str:
     """The option of a field with one value, quoted for a shell. A flag has the value True."""
     if value is True:
         return option(field)

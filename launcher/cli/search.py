@@ -64,8 +64,8 @@ def open_search(name: str) -> Search:
     return Search(name, settings_of())
 
 
-def goes_on(*arguments: str) -> str:
-    """The text after `interrupted` in its message: the command of `try` that continues."""
+def continue_advice(*arguments: str) -> str:
+    """What to do after an interruption: type a command of `try` with these arguments."""
     again = command("try", *arguments)
     return f"`{again}` goes on: it keeps the runs that have ended, and a job that still runs"
 
@@ -127,7 +127,7 @@ def start_command(
     if search is None:
         request = start_request(instance, ceiling, fields)
         search = begin_search(name, request, settings, smallest_gain, ceiling)
-    with at_ctrl_c(goes_on("start", name)):
+    with at_ctrl_c(continue_advice("start", name)):
         try:
             with search.locked(shared=False):
                 base = search.measure_base()
@@ -181,7 +181,7 @@ def run_command(folder: Path, group: str, description: str, as_json: bool) -> No
     again = ["run", shlex.quote(str(folder)), "--group", group]
     if description:
         again += ["--note", shlex.quote(description)]
-    with at_ctrl_c(goes_on(*again)):
+    with at_ctrl_c(continue_advice(*again)):
         entry = search.attempt(Source.read(folder), description)
     if as_json:
         print_json({**entry, "ledger": search.ledger.last_hash})
@@ -370,8 +370,10 @@ def source_lines(source: Source, name: str) -> list[str]:
 
 
 def escape_invisible(line: str) -> str:
-    """A line of code with an escape for each character that is not plainly visible: nobody, be it a
-    person, a terminal or a program, reads other code than Python does."""
+    """Write each character of a line of code that is not plainly visible as an escape.
+
+    So no person, terminal, or program reads other code than Python does.
+    """
     characters = []
     for character in line:
         if not character.isprintable() and character != "\t":

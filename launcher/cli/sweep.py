@@ -35,29 +35,29 @@ def run_sweep(plan: SweepPlan, yes: bool) -> None:
         agree_to_worst_cost(plan, yes)
     events = begin_sweep(plan)
     click.echo(plan.group.id)
-    again = ["launch", "--resume", plan.group.id]
-    needs_money = False
+    resume = command("launch", "--resume", plan.group.id)
+    is_ceiling_too_low = False
     try:
         for event in events:
             note(line_of(event, sweep))
-            needs_money = needs_money or isinstance(event.obstacle, CeilingTooLow)
+            if isinstance(event.obstacle, CeilingTooLow):
+                is_ceiling_too_low = True
     except ServiceError as error:
-        continues = f"`{command(*again)}` continues the sweep"
-        raise ServiceError(joined(sentence(error), continues)) from None
+        advice = f"`{resume}` continues the sweep"
+        raise ServiceError(joined(sentence(error), advice)) from None
     except KeyboardInterrupt as error:
-        goes_on = f"the jobs that run keep running; `{command(*again)}` starts the others"
+        advice = f"the jobs that run keep running; `{resume}` starts the others"
         if plan.backend.stops_at_ctrl_c:
             stop_jobs(plan)
-            goes_on = f"`{command(*again)}` continues the sweep"
-        raise KeyboardInterrupt(*error.args, goes_on) from None
+            advice = f"`{resume}` continues the sweep"
+        raise KeyboardInterrupt(*error.args, advice) from None
 
     print_ranking(plan.group, sweep, err=True)
     n_completed = sum(job.status == "Completed" for job in plan.group.newest)
     if n_completed < len(sweep.members):
-        if needs_money:
-            again += ["--max-cost", "USD"]
-        continues = command(*again)
-        raise ServiceError(f"not all jobs of the sweep completed; `{continues}` continues it")
+        if is_ceiling_too_low:
+            resume += " --max-cost USD"
+        raise ServiceError(f"not all jobs of the sweep completed; `{resume}` continues it")
 
 
 def agree_to_worst_cost(plan: SweepPlan, yes: bool) -> None:
@@ -98,7 +98,8 @@ def line_of(event: Event, sweep: Sweep) -> str:
 
 
 def print_ranking(group: JobGroup, sweep: Sweep | None, err: bool = False) -> None:
-    """Print the configurations of a sweep by their best loss, with its spread over seeds.
+    """Print the configurations of a sweep, that of the best loss first, with the spread of the
+    losses over seeds.
 
     sweep: the sweep as it was requested; None if it was launched from another machine.
     """
@@ -112,12 +113,13 @@ def print_ranking(group: JobGroup, sweep: Sweep | None, err: bool = False) -> No
     rows = [["RANK", "BEST LOSS", "SPREAD", "JOBS", *names, "BEST JOB"]]
     for position, rank in enumerate(ranks, 1):
         values = [str(rank.values[name]) for name in names]
-        rows.append([str(position), *result_of(rank), *values, best_job(rank)])
+        rows.append([str(position), *result_cells(rank), *values, best_job(rank)])
     print_table(rows, err)
 
 
-def result_of(rank: Rank) -> list[str]:
-    """The mean loss of a configuration, its spread, and how many of its jobs completed."""
+def result_cells(rank: Rank) -> list[str]:
+    """The cells of a configuration: the mean of its losses, their lowest and highest, and how many
+    of its jobs completed."""
     losses = rank.losses
     loss = f"{rank.mean_loss:.4f}" if losses else "-"
     spread = f"{min(losses):.4f}-{max(losses):.4f}" if len(losses) > 1 else "-"

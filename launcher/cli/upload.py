@@ -135,24 +135,26 @@ def summary_of(upload: Upload) -> str:
 
 
 def next_command(upload: Upload, tokenizer: str | None = None) -> str:
-    """The command of the cheapest first job on an upload; for few conversations, the command that
-    uploads the text of a base model."""
+    """The command of the cheapest first job on an upload.
+
+    For few conversations without a base model, it is the command that uploads a text for one.
+    """
     from sm_nanogpt.launcher.launching.texts import are_few_conversations
 
-    base = init_from_option(tokenizer)
-    if not base and are_few_conversations(upload):
+    init_from = init_from_option(tokenizer)
+    if not init_from and are_few_conversations(upload):
         return command("upload-data", "TEXT", "--tokenizer", "bpe")
     if not upload.uri.startswith("file:"):
         instance = "ml.m5.xlarge --preset quick --max-cost 0.20"
-    elif upload.n_training() < SHORT_TEXT_TOKENS and not base:
+    elif upload.n_training() < SHORT_TEXT_TOKENS and not init_from:
         instance = f"{LOCAL} --preset auto"
     else:
         instance = LOCAL
-    return command("launch", "--instance", instance, base)
+    return command("launch", "--instance", instance, init_from)
 
 
 def init_from_option(tokenizer: str | None) -> str:
-    """The option that starts from the model whose tokenizer was taken, or ''."""
+    """The option of `launch` for the model whose tokenizer was taken, quoted for a shell; or ''."""
     from sm_nanogpt.launcher.files.storage import path_of
 
     if tokenizer is None or tokenizer == "bpe":
