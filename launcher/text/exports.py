@@ -135,17 +135,20 @@ def find_records(value: Any, column: str) -> RecordList | None:
     In order of preference: the shallowest list whose objects have the column; the longest list of
     objects; a list of strings with the name of the column; the longest list of strings.
     """
-    lists = list(lists_in(value))
-    by_length = sorted(lists, key=lambda records: records.number, reverse=True)
+
+    def preference(records: RecordList) -> tuple[int, int]:
+        if records.have(column):
+            return 3, 0
+        if records.are_objects:
+            return 2, records.number
+        if records.are_strings and records.name == column:
+            return 1, 0
+        return 0, records.number
+
     candidates = [
-        *(records for records in lists if records.have(column)),
-        *(records for records in by_length if records.are_objects),
-        *(records for records in lists if records.are_strings and records.name == column),
-        *(records for records in by_length if records.are_strings),
+        records for records in lists_in(value) if records.are_objects or records.are_strings
     ]
-    if not candidates:
-        return None
-    return candidates[0]
+    return max(candidates, key=preference, default=None)  # the first of equal ones
 
 
 def lists_in(value: Any) -> Iterator[RecordList]:

@@ -15,6 +15,9 @@ from sm_nanogpt.entry_point.text import Ids, Tokenizer, unsigned
 from sm_nanogpt.launcher.files.storage import json_bytes
 
 IDS_AT_ONCE = 1 << 20  # ids that are decoded at once
+N_BLOCKS = 32  # of a sample, unless they would be smaller than MIN_BLOCK or larger than MAX_BLOCK
+MIN_BLOCK = 1 << 10  # ids
+MAX_BLOCK = 1 << 13
 
 
 def draw_ids(ids: Ids, limit: int) -> Tensor:
@@ -22,7 +25,7 @@ def draw_ids(ids: Ids, limit: int) -> Tensor:
     if limit >= len(ids):
         sample = ids[0 : len(ids)]
     else:
-        block_size = min(1 << 13, max(1 << 10, limit >> 5))
+        block_size = min(MAX_BLOCK, max(MIN_BLOCK, limit // N_BLOCKS))
         n_blocks = max(1, limit // block_size)
         begins = torch.arange(n_blocks) * (len(ids) // block_size) // n_blocks * block_size
         blocks = [ids[begin : begin + block_size] for begin in begins.tolist()]
@@ -72,13 +75,13 @@ def write_meta(
     (directory / "meta.json").write_bytes(json_bytes(meta))
 
 
-def content_of(ids: Ids, vocabulary: Sequence[bytes], limit: int = 1 << 30) -> bytearray:
-    """Decode the first `limit` bytes of a text. Ids that are not learned, stored as ~id, count."""
+def content_of(ids: Ids, vocabulary: Sequence[bytes], max_bytes: int = 1 << 30) -> bytearray:
+    """Decode the first max_bytes of a text. Ids that are not learned, stored as ~id, count."""
     content = bytearray()
     for begin in range(0, len(ids), IDS_AT_ONCE):
         part = unsigned(ids[begin : min(begin + IDS_AT_ONCE, len(ids))])
         learned = part ^ (part >> 63)  # ~id becomes id
         content += b"".join(vocabulary[i] for i in learned.tolist())
-        if len(content) >= limit:
+        if len(content) >= max_bytes:
             break
-    return content[:limit]
+    return content[:max_bytes]

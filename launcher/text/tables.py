@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import IO, Literal
 
 from sm_nanogpt.launcher.errors import InputError
@@ -57,19 +57,20 @@ def read_header(lines: Iterator[str]) -> Header:
 
 
 def complete_cells(line: str, lines: Iterator[str]) -> list[str]:
-    """A line, with the lines that follow until all quotes are closed: a name may have a line
-    break."""
-    complete = [line]
-    size = len(line)
-    n_quotes = line.count('"')
-    while n_quotes % 2 and size < MAX_HEADER_CHARACTERS:
-        line = next(lines, "")
-        if not line:
+    """Read the lines after a line, until all quotes are closed: a name may have a line break.
+
+    Returns the line and these lines.
+    """
+    header_lines: list[str] = []
+    n_characters = 0
+    n_quotes = 0
+    for next_line in chain([line], lines):
+        header_lines.append(next_line)
+        n_characters += len(next_line)
+        n_quotes += next_line.count('"')
+        if n_quotes % 2 == 0 or n_characters >= MAX_HEADER_CHARACTERS:
             break
-        complete.append(line)
-        size += len(line)
-        n_quotes += line.count('"')
-    return complete
+    return header_lines
 
 
 def separator_of(header: str) -> str:

@@ -324,28 +324,27 @@ class EncodedDocuments:
 
 
 def write_shards(
-    directory: Path, name: str, documents: EncodedDocuments, order: Sequence[int]
+    directory: Path, part: str, documents: EncodedDocuments, indices: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Write documents, in this order, to files of SHARD_BYTES; return the files' entries for
-    meta.json.
+    """Write the documents of a part, in the order of their indices, to files of SHARD_BYTES.
 
-    A document may extend over two files.
+    Returns the entries of the files in meta.json. A document may extend over two files.
     """
     shards: list[dict[str, Any]] = []
-    contents = map(documents.content, order)
-    n_pending = documents.width * sum(documents.length(index) for index in order)
+    contents = map(documents.content, indices)
+    n_pending = documents.width * sum(documents.length(index) for index in indices)  # bytes
     content = b""  # the part of a document that is not written yet
     while n_pending:
-        path = directory / f"{name}-{len(shards):05d}.bin"
-        size = min(n_pending, SHARD_BYTES)
-        free = size
+        path = directory / f"{part}-{len(shards):05d}.bin"
+        n_bytes = min(n_pending, SHARD_BYTES)
+        n_unwritten = n_bytes
         with path.open("wb") as file:
-            while free:
+            while n_unwritten:
                 content = content or next(contents)
-                n_written = file.write(content[:free])
+                n_written = file.write(content[:n_unwritten])
                 content = content[n_written:]
-                free -= n_written
-        n_pending -= size
-        n_tokens = size // documents.width
+                n_unwritten -= n_written
+        n_pending -= n_bytes
+        n_tokens = n_bytes // documents.width
         shards.append({"name": path.name, "tokens": n_tokens, "sha256": file_sha256(path)})
     return shards
