@@ -534,7 +534,9 @@ def test_a_text_that_was_learned_before_is_not_forecast(home, tmp_path, monkeypa
 
 def test_the_fetch_of_a_whole_upload_has_a_bar(text_file, home, monkeypatch):
     steps = list[int]()
-    monkeypatch.setattr(run_corpus, "byte_progress", lambda label: nullcontext(steps.append))
+    monkeypatch.setattr(
+        run_corpus, "byte_progress", lambda label, source: nullcontext(steps.append)
+    )
     uri = upload_data(text_file).uri
     corpus_of({"data": Channel(uri, uri)}, load_settings())
     assert sum(steps) == text_file.stat().st_size
