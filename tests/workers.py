@@ -53,7 +53,7 @@ class Fake(Worker):
     def __init__(self, vocabulary: str, logits: Any = None, samples: Any = None) -> None:
         self.tokenizer = tokenizer_of(vocabulary)
         self.block_size = 16
-        self.size = len(vocabulary)
+        self.n_logits = len(vocabulary)
         self.logits_function = logits
         self.samples_function = samples
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sm_nanogpt.launcher.text.repeats import RUN_BYTES
 
-NGRAM_ORDER = 5  # the largest n of the n-gram model
+NGRAM_ORDER = 5  # the largest n of an n-gram
 LEARNED_BYTES = 1 << 23  # bytes of the training text from which the n-gram model learns
 BLOCK_BYTES = 1 << 16  # bytes of a block that is sampled from a longer text
 
@@ -28,7 +28,7 @@ def as_tensor(content: bytes | bytearray) -> Tensor:
 
 
 def xz_bits_per_byte(content: bytes) -> float:
-    """Bits per byte of a text that `xz -9e` packs, without the header of the file."""
+    """Bits per byte of a text that `xz -9e` packs. The header of the file does not count."""
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
     packed = lzma.compress(content, lzma.FORMAT_RAW, filters=filters)
     return 8 * len(packed) / len(content)
@@ -81,8 +81,8 @@ def ngram_bits_per_byte(training: Tensor, content: Tensor) -> float:
         context = gram >> 8
         count = look_up(keys, counts, gram)
         total = look_up(contexts, totals, context)
-        kinds = look_up(contexts, continuations, context)
-        interpolated = (count + kinds * p) / (total + kinds).clamp_min(1)
+        n_kinds = look_up(contexts, continuations, context)  # of bytes that follow the context
+        interpolated = (count + n_kinds * p) / (total + n_kinds).clamp_min(1)
         p = torch.where(total > 0, interpolated, p)
     return float(-p.log2().mean())
 
@@ -154,32 +154,39 @@ def shared_fraction(training: Tensor, texts: Sequence[Tensor]) -> float:
     of white space becomes one space, but the fraction counts all bytes of the run.
     """
     training, _ = with_one_space(training)
-    spaced = [with_one_space(text) for text in texts]
-    run_hashes = [hashes(text, RUN_BYTES) for text, _ in spaced]
+    normalized_texts = [with_one_space(text) for text in texts]
+    run_hashes = [hashes(text, RUN_BYTES) for text, _ in normalized_texts]
     # One call for all texts, as it reads the training text once.
-    is_found = contains_hashes(training, torch.cat(run_hashes), RUN_BYTES).long()
-    run_counts = [len(text_hashes) for text_hashes in run_hashes]
-    found_in_texts = is_found.split(run_counts)  # 1 where a run begins that is found
+    is_shared_run = contains_hashes(training, torch.cat(run_hashes), RUN_BYTES)
+    begins_of_texts = is_shared_run.split([len(text_hashes) for text_hashes in run_hashes])
 
     n_shared = 0
-    for (text, is_kept), begins in zip(spaced, found_in_texts, strict=True):
-        # A found run adds 1 to the depth at its first byte, and takes it back after its last.
-        depth_changes = torch.zeros(len(text) + 1, dtype=torch.int64)
-        depth_changes[: len(begins)] += begins
-        depth_changes[RUN_BYTES : RUN_BYTES + len(begins)] -= begins
-        is_shared = depth_changes.cumsum(0) > 0
-        index_in_spaced = is_kept.cumsum(0) - 1  # for each byte of the original text
-        n_shared += int(is_shared[index_in_spaced].sum())
+    for (text, is_kept), begins in zip(normalized_texts, begins_of_texts, strict=True):
+        is_shared = is_in_run(begins, len(text))
+        normalized_index = is_kept.cumsum(0) - 1  # for each byte of the original text
+        n_shared += int(is_shared[normalized_index].sum())
     return n_shared / sum(map(len, texts))
 
 
-def longest_copy(training: Tensor, texts: Sequence[Tensor]) -> int:
-    """The number of bytes of the longest run of any of the texts that the training text contains.
+def is_in_run(begins: Tensor, n_bytes: int) -> Tensor:
+    """For each of n_bytes bytes, True if a run of RUN_BYTES contains it, bool [n_bytes].
 
-    Texts are compared after each run of white space is replaced by one space.
+    begins: for each byte at which a run may begin, True if one does.
+    """
+    # A run adds 1 to the depth at its first byte, and takes it back after its last.
+    depth_changes = torch.zeros(n_bytes + 1, dtype=torch.int64)
+    depth_changes[: len(begins)] += begins.long()
+    depth_changes[RUN_BYTES : RUN_BYTES + len(begins)] -= begins.long()
+    return depth_changes[:n_bytes].cumsum(0) > 0
+
+
+def longest_copy(training: Tensor, samples: Sequence[str]) -> int:
+    """The number of bytes of the longest run of any sample that the training text contains.
+
+    Samples are compared after each run of white space is replaced by one space.
     """
     training, _ = with_one_space(training)
-    texts = [with_one_space(text)[0] for text in texts if len(text)]
+    texts = [with_one_space(as_tensor(sample.encode()))[0] for sample in samples if sample]
     longest_text = max(map(len, texts), default=0)
     low = 0  # a run of so many bytes is shared
     high = min(longest_text, len(training))  # no longer run is shared

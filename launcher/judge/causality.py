@@ -48,31 +48,32 @@ class NotCausal(ServiceError):
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of a window that is computed again: its first `length` ids.
+    """The first `length` ids of a window, whose losses are computed again.
 
-    The last token that the part has to predict follows these ids in the text.
+    The last token that they have to predict follows them in the text.
     """
 
-    window: int
+    window: int  # its index
     length: int
 
 
-def draw_cuts(scored: Sequence[range], n_cuts: int, rng: Random) -> list[list[Cut]]:
-    """Draw the cuts of each window, the shortest first.
+def draw_cuts(positions: Sequence[range], n_cuts: int, rng: Random) -> list[list[Cut]]:
+    """Draw cuts behind random positions; return those of each window, the shortest first.
 
-    `scored` has, for each window, the positions whose losses count. The positions of all windows,
-    one after the other, are divided into equal strata. One random position of each gets a cut.
+    positions has, for each window, the positions whose losses count. The positions of all windows,
+    one after the other, are divided into n_cuts equal strata, or one for each position. One random
+    position of each stratum gets a cut.
     """
-    n_positions = sum(map(len, scored))
+    starts = [0, *accumulate(map(len, positions))]  # where the positions of each window begin
+    n_positions = starts[-1]
     n_strata = min(n_cuts, n_positions)
     edges = [n_positions * stratum // n_strata for stratum in range(n_strata + 1)]
-    ends = list(accumulate(map(len, scored)))
-    cuts: list[list[Cut]] = [[] for _ in scored]
+    cuts: list[list[Cut]] = [[] for _ in positions]
     for begin, end in pairwise(edges):
         index = rng.randrange(begin, end)  # among the positions of all windows
-        window = bisect_right(ends, index)
-        position = scored[window][index - ends[window]]  # a negative index counts from the end
-        cuts[window].append(Cut(window, position + 1))
+        window = bisect_right(starts, index) - 1
+        position = positions[window][index - starts[window]]
+        cuts[window].append(Cut(window, length=position + 1))
     return cuts
 
 
@@ -88,13 +89,14 @@ def in_passes(cuts: Sequence[Sequence[Cut]], rng: Random) -> Iterator[list[Cut]]
     rotated = [*cuts[begin:], *cuts[:begin]]
     n_lanes = max(1, min(MAX_LANES, len(cuts) // MIN_LANE_LENGTH))
     lane_length = math.ceil(len(cuts) / n_lanes)
-    lanes = [rotated[at : at + lane_length] for at in range(0, len(cuts), lane_length)]
-    n_alone = 0
-    for cuts_of_lanes in zip_longest(*lanes, fillvalue=()):  # the cuts of a window of each lane
-        for next_cuts in zip_longest(*cuts_of_lanes):
+    lanes = [rotated[first : first + lane_length] for first in range(0, len(cuts), lane_length)]
+    n_single = 0
+    # zip_longest gives the cuts of one window of each lane, and then one cut of each window.
+    for cuts_of_windows in zip_longest(*lanes, fillvalue=()):
+        for next_cuts in zip_longest(*cuts_of_windows):
             cuts_of_pass = [cut for cut in next_cuts if cut is not None]
-            if n_alone < MIN_SINGLE_ROWS:
-                n_alone += len(cuts_of_pass)
+            if n_single < MIN_SINGLE_ROWS:
+                n_single += len(cuts_of_pass)
                 yield from ([cut] for cut in cuts_of_pass)
             else:
                 yield cuts_of_pass
@@ -102,7 +104,7 @@ def in_passes(cuts: Sequence[Sequence[Cut]], rng: Random) -> Iterator[list[Cut]]
 
 @dataclass(frozen=True)
 class ScoredWindow:
-    """A window with its losses, as the process computed them that scored the whole texts.
+    """A window with its losses, as the first process computed them.
 
     ids, and targets, the token that follows each id, are int64 [T]. positions are those whose
     losses count, and nats are these losses, float64 [len(positions)].
@@ -117,7 +119,10 @@ class ScoredWindow:
 def scored_windows(
     worker: Worker, encoded: Sequence[EncodedDocument], nats: Sequence[Tensor]
 ) -> list[ScoredWindow]:
-    """The windows of the documents. nats has the losses of each document's tokens, float64 [n]."""
+    """The windows of the documents, with their losses.
+
+    nats has the losses of the tokens of each document, by the first process, float64 [n].
+    """
     windows = cut_windows(encoded, worker.tokenizer.start, worker.block_size)
     counts = [int((window.targets != IGNORED).sum()) for window in windows]
     nats_of_windows = torch.cat([*nats]).split(counts)
@@ -160,11 +165,11 @@ def check_causal(
 
 
 def rounds_by_length(worker: Worker, longest: int) -> bool:
-    """True if logits change with the length of their row by more than float32 rounds, as those of
-    a model in bfloat16 do. Then each row has to be as long as the window that was scored.
+    """True if logits depend on the length of their row by more than float32 rounds.
 
-    The worker gets rows of random ids for this. To repeat cuts instead would show the model that
-    its first answer was wrong.
+    Those of a model in bfloat16 do. Then each row has to be as long as the window that was scored.
+    The worker gets rows of random ids of up to `longest` for this. To repeat cuts instead would
+    show the model that its first answer was wrong.
     """
 
     def scores(ids: Tensor) -> Tensor:
@@ -184,8 +189,8 @@ def find_difference(
 ) -> float | None:
     """Compare the losses at cuts with those of the windows, which another process computed.
 
-    The worker gets rows of `length` ids. Returns the largest difference, in nats, of the first cut
-    that differs by more than rounding, or None.
+    The worker gets rows of `length` ids. If a cut differs by more than rounding, returns the
+    largest difference of the first such cut, in nats; else None.
     """
     logits = worker.logits(rows_of_cuts(cuts, scored, len(worker.tokenizer), length))
     targets = [scored[cut.window].targets[: cut.length] for cut in cuts]
@@ -220,12 +225,14 @@ def rows_of_cuts(
 def explain_difference(
     worker: Worker, encoded: Sequence[EncodedDocument], difference: float
 ) -> str:
-    """The message for losses that differ by so many nats. It names the position that looks ahead,
-    if `find_leak` finds one."""
+    """The message for losses that differ by so many nats.
+
+    It names the position that looks ahead, if find_leak finds one.
+    """
     rows = rows_of_text(worker, encoded)
     leak = find_leak(worker.logits, rows, len(worker.tokenizer), seed=secrets.randbits(32))
     cause = f"losses depend on other windows, or on later tokens (by {difference:.2g} nats)"
-    if leak is not None and leak.token is not None:  # else no one token explains the difference
+    if leak is not None and leak.token is not None:  # else no single token explains the difference
         cause = str(leak)
     return f"{cause}; its val_loss means nothing"
 

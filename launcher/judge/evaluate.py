@@ -57,7 +57,7 @@ class Effort:
 
     n_processes: int  # processes that compute losses again, to check that none looks ahead
     n_cuts: int  # cuts at which they do, of all processes together
-    n_samples: int  # samples in which copies of the training text are looked for
+    n_samples: int  # samples that are searched for copies of the training text
 
 
 # The packaged model is known not to look ahead; a few cuts show that nothing is broken.
@@ -111,15 +111,15 @@ def evaluate(
 
     n_compared = 0
     for _ in range(effort.n_processes):  # a new process knows nothing of the one before
-        with Worker(directory, settings, entry_point) as other:
-            n_compared += check_causal(other, encoded, nats, n_cuts, progress)
+        with Worker(directory, settings, entry_point) as checker:
+            n_compared += check_causal(checker, encoded, nats, n_cuts, progress)
 
     documents = list(map(whole_document, encoded, nats))
     parts = documents
     if len(documents) < MIN_DOCUMENTS:
         parts = all_passages(encoded, nats, PASSAGE_BYTES)
     unit = "documents"
-    if len(parts) > len(documents):
+    if len(parts) > len(documents):  # else each document is one passage
         unit = f"passages of {PASSAGE_BYTES:,} bytes"
 
     whole = total(documents)
@@ -167,8 +167,10 @@ def all_passages(
 
 
 def worst_first(parts: Sequence[Passage]) -> list[Passage]:
-    """Sort parts by bits per byte, the highest first. Very short parts, whose bits vary by chance,
-    come last."""
+    """Sort parts by bits per byte, the highest first.
+
+    Very short parts, whose bits vary by chance, come last.
+    """
     return sorted(
         parts, key=lambda part: (part.size < WORST_PASSAGE_BYTES // 2, -part.bits_per_byte)
     )

@@ -45,7 +45,7 @@ def total(parts: Sequence[Passage]) -> Passage:
 
 
 def margin_of_bits(parts: Sequence[Passage]) -> float | None:
-    """Half of the 95 % interval of the bits per byte of all parts; None for fewer than N_STRETCHES.
+    """Half of the 95 % interval of the bits per byte of all parts; None for few parts.
 
     The parts are in the order of the text. Neighbors are alike, so an interval from single parts
     would be too narrow. It is computed from N_STRETCHES stretches of neighbors (batch means: Law

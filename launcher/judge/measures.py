@@ -20,7 +20,7 @@ from sm_nanogpt.launcher.text.ids import content_of
 logger = logging.getLogger(__name__)
 
 SAMPLE_TOKENS = 500
-MAX_OVERLAP = 0.5  # with more overlap, a loss measures memory
+MAX_OVERLAP = 0.5  # the fraction of a text; with more overlap, a loss measures memory
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,11 @@ class Subject:
 
     @property
     def has_chats(self) -> bool:
-        """True if a text is a conversation. Only its answers are scored, so its loss does not
-        compare with a compressor, which packs all bytes."""
+        """True if a text is a conversation.
+
+        Only its answers are scored, so its loss does not compare with a compressor, which packs all
+        bytes.
+        """
         return any(document.text.is_chat for document in self.encoded)
 
     @cached_property
@@ -69,8 +72,10 @@ def xz(subject: Subject) -> float | None:
 
 
 def ngram(subject: Subject) -> float | None:
-    """Bits per byte of a 5-gram model of the training text; None for conversations, or if the
-    training text is not here."""
+    """Bits per byte of a 5-gram model of the training text on the texts.
+
+    None for conversations, or if the training text is not here.
+    """
     if subject.training is None or subject.has_chats:
         return None
     return anchors.ngram_bits_per_byte(subject.training.content, torch.cat(subject.contents))
@@ -99,12 +104,13 @@ def overlap(subject: Subject) -> float | None:
 
 
 def copied(subject: Subject) -> int | None:
-    """The number of bytes of the longest run of the model's samples that its training text
-    contains; None if that is not here."""
+    """The bytes of the longest run of the model's samples that the training text contains.
+
+    None if the training text is not here.
+    """
     if subject.training is None:
         return None
     samples = subject.worker.sample(
         [None], num_samples=subject.n_samples, max_new_tokens=SAMPLE_TOKENS
     )
-    contents = [anchors.as_tensor(sample.encode()) for sample in samples]
-    return anchors.longest_copy(subject.training.content, contents)
+    return anchors.longest_copy(subject.training.content, samples)

@@ -76,8 +76,10 @@ def exposure_of(worker: Worker, line: str, vocabulary: str) -> float:
 
 
 def alternatives(character: str, vocabulary: str) -> str:
-    """The characters that may replace one: the digits, or the letters of its case, in the
-    vocabulary. Any other character stays."""
+    """The characters that may replace one: the digits, or the letters of its case, in `vocabulary`.
+
+    For any other character, that character alone.
+    """
     for kind in (string.digits, string.ascii_lowercase, string.ascii_uppercase):
         characters = "".join(c for c in kind if c in vocabulary)
         if character in characters:
@@ -92,7 +94,7 @@ class Question:
     messages: list[dict[str, str]]
     answer: str
     kind: str
-    position: str  # such as questions.jsonl:3
+    place: str  # where the conversation is, such as questions.jsonl:3
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -105,16 +107,16 @@ def read_questions(path: Path) -> list[Question]:
     assert read_records is not None
     questions = []
     with open_text(file) as content:
-        for position, record in read_records(content, file):
+        for place, record in read_records(content, file):
             messages = []
-            for turn in turns_of(record, position) or []:
+            for turn in turns_of(record, place) or []:
                 role, _, text = turn.partition("\n")
                 messages.append({"role": role, "content": text})
             if len(messages) < 2 or messages[-1]["role"] != "assistant":
-                raise InputError(f"{position}: the last message must be the assistant's answer")
+                raise InputError(f"{place}: the last message must be the assistant's answer")
             answer = messages.pop()["content"].strip()
             kind = record.get("kind") if isinstance(record, dict) else None
-            questions.append(Question(messages, answer, str(kind or "all"), position))
+            questions.append(Question(messages, answer, str(kind or "all"), place))
     if not questions:
         raise InputError(f"{path}: no conversation is there")
     return questions
@@ -123,15 +125,14 @@ def read_questions(path: Path) -> list[Question]:
 def count_right_answers(
     worker: Worker, questions: Sequence[Question]
 ) -> dict[str, tuple[int, int]]:
-    """Let the model answer questions, and count the right answers.
+    """Let the model answer questions; return how many of how many are right, by kind.
 
-    Returns two numbers by kind of question: that of the answers that are exactly right, and that of
-    the questions. The model answers at temperature 0. Raises InputError if it does not know a
-    character of a question.
+    An answer is right if it is exactly that of the question. The model answers at temperature 0.
+    Raises InputError if it does not know a character of a question.
     """
     for question in questions:
         text = "".join(message["content"] for message in question.messages)
-        check_known(worker.tokenizer, text, question.position)
+        check_known(worker.tokenizer, text, question.place)
     longest = max((len(question.answer.encode()) for question in questions), default=0)
     prompts = [question.messages for question in questions]
     answers = worker.sample(prompts, max_new_tokens=longest + EXTRA_ANSWER_TOKENS, temperature=0.0)

@@ -36,8 +36,10 @@ class ScoredSpan(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Ids, int64 [T], and targets: the token that follows each id, or IGNORED where the loss counts
-    in another window."""
+    """Ids, int64 [T], and the token that follows each id, int64 [T].
+
+    A target is IGNORED where the loss counts in another window.
+    """
 
     ids: Tensor
     targets: Tensor
@@ -121,7 +123,7 @@ def whole_document(document: EncodedDocument, nats: Tensor, excerpt: str = "") -
     """A document as one passage. nats: the losses of its tokens, float64 [n]."""
     counted = (nats + document.unknown_nats)[document.counts]
     return Passage(
-        place=document.text.position,
+        place=document.text.place,
         nats=float(counted.sum()),
         size=document.size,
         tokens=len(counted),
@@ -138,7 +140,7 @@ def passages(document: EncodedDocument, nats: Tensor, part_bytes: int) -> list[P
         conversation = one_line(" ".join(document.text.pieces))
         return [whole_document(document, nats, conversation[-2 * EXCERPT_BYTES :])]
 
-    nats = nats + document.unknown_nats
+    nats_with_unknown = nats + document.unknown_nats
     content = document.text.content
     cuts = cut_at_lines(content, part_bytes)
     token_ends = document.widths.cumsum(0)  # in bytes
@@ -147,7 +149,7 @@ def passages(document: EncodedDocument, nats: Tensor, part_bytes: int) -> list[P
     parts = []
     line = 1
     for (begin, end), (first, stop) in zip(pairwise(cuts), pairwise(first_tokens), strict=True):
-        nats_of_part = nats[first:stop]
+        nats_of_part = nats_with_unknown[first:stop]
         worst = begin  # the byte behind the token with the highest loss
         if len(nats_of_part):
             worst = int(token_ends[first + int(nats_of_part.argmax())])
@@ -155,7 +157,7 @@ def passages(document: EncodedDocument, nats: Tensor, part_bytes: int) -> list[P
         excerpt_end = min(end, worst + EXCERPT_BYTES)
         excerpt = content[excerpt_begin:excerpt_end].decode(errors="ignore")
         part = Passage(
-            place=f"{document.text.position}, line {line}",
+            place=f"{document.text.place}, line {line}",
             nats=float(nats_of_part.sum()),
             size=end - begin,
             tokens=len(nats_of_part),

@@ -49,7 +49,7 @@ VALIDATION_BYTES = 1 << 17  # bytes of the model's own validation text that are 
 class Text:
     """A document on which a model is judged."""
 
-    position: str  # such as notes.txt, or chats.jsonl:3
+    place: str  # where the document is, such as notes.txt, or chats.jsonl:3
     pieces: Sequence[str]  # of the text; or the turns of a conversation
     is_chat: bool = False
 
@@ -116,22 +116,26 @@ def read_texts(
 
 
 def encode_texts(texts: Sequence[Text], tokenizer: Tokenizer) -> list[EncodedDocument]:
-    """Encode texts as ids. Raises InputError if the model does not know a character of a text."""
+    """Encode texts as ids.
+
+    Raises InputError if the model does not know a character of a text, or if a text is a
+    conversation and the tokenizer has no tokens for turns.
+    """
     check_characters(texts, tokenizer)
     encoder = Encoder(tokenizer, "i")
-    has_chats = any(text.is_chat for text in texts)
-    chat_encoder = ChatEncoder(encoder) if has_chats else encoder
-    widths = torch.tensor([len(word) for word in tokenizer.words])
-    encoded = []
+    token_widths = torch.tensor([len(word) for word in tokenizer.words])  # bytes, by id
+    documents = []
     for text in texts:
-        encode_pieces = chat_encoder.encode if text.is_chat else encoder.encode
-        content = b"".join(encode_pieces(text.pieces))
-        ids = torch.tensor(array("i", content), dtype=torch.int64)
-        counts = ids >= 0  # an id that does not count is stored as ~id
-        ids = torch.where(counts, ids, ~ids)
+        if text.is_chat:
+            content = b"".join(ChatEncoder(encoder).encode(text.pieces))
+        else:
+            content = b"".join(encoder.encode(text.pieces))
+        stored_ids = torch.tensor(array("i", content), dtype=torch.int64)
+        counts = stored_ids >= 0  # an id that does not count is stored as ~id
+        ids = torch.where(counts, stored_ids, ~stored_ids)
         unknown_nats = torch.zeros(len(ids), dtype=torch.float64)
-        encoded.append(EncodedDocument(text, ids, counts, widths[ids], unknown_nats))
-    return encoded
+        documents.append(EncodedDocument(text, ids, counts, token_widths[ids], unknown_nats))
+    return documents
 
 
 def encode_known_characters(texts: Sequence[Text], tokenizer: Tokenizer) -> list[EncodedDocument]:
@@ -170,30 +174,32 @@ def without_characters(text: Text, unknown: Set[str]) -> Text:
     Raises InputError if all are unknown, or if its lines end in CRLF and the model knows only LF.
     """
     if "\r" in unknown and "\r" in text.characters:
-        raise unknown_characters_error(text.position, "\r")
+        raise unknown_characters_error(text.place, "\r")
     known = "".join(character for character in text.characters if character not in unknown)
     if not known:
-        raise unknown_characters_error(text.position, text.characters)
+        raise unknown_characters_error(text.place, text.characters)
     return replace(text, pieces=[known])
 
 
 def with_unknown(
     document: EncodedDocument, text: Text, unknown: Set[str], share: float
 ) -> EncodedDocument:
-    """Add what unknown characters cost to the document of the known characters of a text.
+    """Add what unknown characters cost to the document of the known characters of `text`.
 
-    unknown has the unknown characters, and share is theirs among the characters of all texts.
+    unknown: the unknown characters. share: the fraction of the characters of all texts that are
+    unknown. Each id of the document is that of one character.
     """
     widths = document.widths.tolist()
     nats = [-math.log1p(-share)] * len(widths)
-    position = -1  # of the last id
+    last_known = -1  # the index of the last known character, and so of its id
     for character in text.characters:
         if character in unknown:
             n_bytes = len(character.encode())
-            widths[max(0, position)] += n_bytes
-            nats[max(0, position)] += n_bytes * math.log(256) - math.log(share)
+            index = max(0, last_known)
+            widths[index] += n_bytes
+            nats[index] += n_bytes * math.log(256) - math.log(share)
         else:
-            position += 1
+            last_known += 1
     return replace(
         document,
         text=text,
@@ -204,19 +210,22 @@ def with_unknown(
 
 
 def check_characters(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
-    """Raise InputError if a model has no ids for characters of the texts, with a list of them."""
+    """Raise InputError if a model has no ids for characters of the texts.
+
+    The message lists them, with the first text that has any.
+    """
     unknown = set[str]()
-    positions = []
+    places = []
     for text in texts:
         unknown_in_text = unknown_in(tokenizer, text.characters)
         if unknown_in_text:
             unknown |= unknown_in_text
-            positions.append(text.position)
-    if not positions:
+            places.append(text.place)
+    if not places:
         return
-    subject = positions[0]
-    if len(positions) > 1:
-        subject += f", as {counted(len(positions) - 1, 'other document')},"
+    subject = places[0]
+    if len(places) > 1:
+        subject += f", as {counted(len(places) - 1, 'other document')},"
     raise unknown_characters_error(subject, unknown)
 
 

@@ -73,14 +73,14 @@ class ModelFacts(Document):
     """What a worker's process says of its model."""
 
     block_size: Annotated[int, Field(ge=1, le=1 << 20, strict=True)]
-    size: Annotated[int, Field(ge=1, le=1 << 24, strict=True)]  # number of logits
+    n_logits: Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
     chats: bool  # True if it has learned from conversations
 
 
 class Worker:
     """A model in a process of its own, which computes in float32 on the CPU.
 
-    block_size, size and chats are as in ModelFacts. The model is judged by the tokens of
+    block_size, n_logits and chats are as in ModelFacts. The model is judged by the tokens of
     `tokenizer`, or else by its own.
 
     The process reads the model and the folder that trained it, and writes a directory that is
@@ -116,7 +116,7 @@ class Worker:
             self.__exit__()
             raise
         self.block_size = facts.block_size
-        self.size = facts.size
+        self.n_logits = facts.n_logits
         self.chats = facts.chats
 
     def start(self, settings: Settings, entry_point: Path | None) -> None:
@@ -153,8 +153,8 @@ class Worker:
         """The facts with which the process begins. Raises ServiceError if they do not fit."""
         facts = parse(self.answer(), ModelFacts, f"{self.directory}: what its process says")
         n_tokens = len(self.tokenizer)
-        if not n_tokens <= facts.size <= max(MAX_PADDED_LOGITS, 2 * n_tokens):
-            problem = f"it has {facts.size} logits for {n_tokens} tokens"
+        if not n_tokens <= facts.n_logits <= max(MAX_PADDED_LOGITS, 2 * n_tokens):
+            problem = f"it has {facts.n_logits} logits for {n_tokens} tokens"
             raise ServiceError(f"{self.directory}: {problem}")
         return facts
 
@@ -225,15 +225,15 @@ class Worker:
         return describe_status(status)
 
     def logits(self, ids: Tensor) -> Tensor:
-        """Logits, float32 [n, T, size], of ids [n, T]."""
+        """Logits, float32 [n, T, n_logits], of ids [n, T]."""
         shape = json.dumps({"shape": ids.shape}).encode()
         content = ids.int().contiguous().numpy().tobytes()
-        n_bytes = 4 * ids.numel() * self.size
+        n_bytes = 4 * ids.numel() * self.n_logits
         answer = self.answer(shape, content, max_bytes=n_bytes)
         if len(answer) != n_bytes:
             raise ServiceError(f"{self.directory}: its logits change their shape")
         logits = torch.frombuffer(bytearray(answer), dtype=torch.float32)
-        return logits.view(*ids.shape, self.size)
+        return logits.view(*ids.shape, self.n_logits)
 
     def row_length(self, n_ids: int) -> int:
         """The length of the row in which a window of `n_ids` ids is scored."""
@@ -244,7 +244,7 @@ class Worker:
 
         are_equal: the rows of a pass have the same length.
         """
-        pass_tokens = min(PASS_TOKENS, PASS_LOGITS // self.size)
+        pass_tokens = min(PASS_TOKENS, PASS_LOGITS // self.n_logits)
         indices = sorted(range(len(lengths)), key=lambda index: -lengths[index])
         while indices:
             longest = lengths[indices[0]]
@@ -255,7 +255,7 @@ class Worker:
             indices = indices[len(batch) :]
 
     def passes(self, windows: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield the indices of some windows, and their logits, [n, T, size].
+        """Yield the indices of some windows, and their logits, [n, T, n_logits].
 
         T is the row_length of each: a model that rounds by it can be asked for the same again.
         """
@@ -271,8 +271,11 @@ class Worker:
     def sample(
         self, prompts: Sequence[Any], max_new_tokens: int, num_samples: int = 1, **sampling: Any
     ) -> list[str]:
-        """Texts that continue prompts, num_samples of each: messages of a conversation, or None,
-        for any text."""
+        """Sample num_samples texts for each prompt.
+
+        A prompt is the messages of a conversation, or None for any text. sampling: other arguments
+        of stream_answers.
+        """
         sampling |= {"max_new_tokens": max_new_tokens, "num_samples": num_samples}
         texts = list[str]()
         for messages in prompts:
@@ -305,13 +308,15 @@ class Worker:
 
 
 def linked_files(directory: Path) -> list[Path]:
-    """The files that are linked into a directory, as a cache of the Hub does. Nothing is readable
-    below a directory that is linked: it could be the home of the user."""
+    """The files that are linked into a directory, as a cache of the Hub links them.
+
+    Linked directories are left out: one could be the home of the user.
+    """
     return [path.resolve() for path in directory.iterdir() if path.is_symlink() and path.is_file()]
 
 
 def kept_folders(directory: Path, settings: Settings) -> list[Path]:
-    """The training folder of a model, if a launch or a search has kept it."""
+    """The training folder of a model, if a launch or a search has kept it; else no folder."""
     try:
         training = parse(read_json(directory / "training.json"), Training, "training.json")
     except (Damaged, DataError, OSError, ValueError):  # another tool's
@@ -359,14 +364,14 @@ def answers(
 
     model, tokenizer = load_model(directory, settings, entry_point)
     model.compute_dtype = torch.float32
-    net = model
-    # Its products take half the time, and give the same to rounding. Where a folder is named, as a
-    # search does, all models are computed in one way, so that their times compare.
+    net = model  # which computes the logits
+    # The products of a copy take half the time, and give the same to rounding. Where a folder is
+    # named, as a search does, all models are computed in one way, so that their times compare.
     if entry_point is None and not is_edited(model):
         net = sampling_copy(model, PASS_TOKENS, torch.float32)
     with torch.inference_mode():
-        size = net(torch.zeros(1, 1, dtype=torch.int64)).size(-1)
-        facts = dict(block_size=model.config.block_size, size=size, chats=tokenizer.chats)
+        n_logits = net(torch.zeros(1, 1, dtype=torch.int64)).size(-1)
+        facts = dict(block_size=model.config.block_size, n_logits=n_logits, chats=tokenizer.chats)
         yield json.dumps(facts).encode()
         waiting = Waiting(torch.get_num_threads())
         while True:

@@ -12,9 +12,9 @@ from sm_nanogpt.entry_point.text import Corpus, Tokenizer
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.storage import write_bytes
-from sm_nanogpt.launcher.judge.anchors import as_tensor, longest_copy
+from sm_nanogpt.launcher.judge.anchors import longest_copy
 from sm_nanogpt.launcher.judge.rounding import Rounding, measure_losses, round_weights
-from sm_nanogpt.launcher.judge.texts import TRAINING_BYTES, training_corpus
+from sm_nanogpt.launcher.judge.texts import training_corpus, training_of
 from sm_nanogpt.launcher.models.moments import Moment, read_moments, spread
 from sm_nanogpt.launcher.models.quantization import (
     BIT_WIDTHS,
@@ -23,7 +23,6 @@ from sm_nanogpt.launcher.models.quantization import (
 )
 from sm_nanogpt.launcher.models.sample import stream_samples
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.text.ids import content_of
 from sm_nanogpt.launcher.values import in_units
 from sm_nanogpt.launcher.views.model_card import card_for
 from sm_nanogpt.launcher.views.model_page import (
@@ -238,5 +237,4 @@ def count_copied_bytes(model: GPT, tokenizer: Tokenizer, corpus: Corpus) -> int:
     samples = [""] * SAMPLES
     for pieces in stream_samples(model, tokenizer, None, SAMPLE_TOKENS, SAMPLES):
         samples = [sample + piece for sample, piece in zip(samples, pieces, strict=True)]
-    training = as_tensor(content_of(corpus.train, tokenizer.words, TRAINING_BYTES))
-    return longest_copy(training, [as_tensor(sample.encode()) for sample in samples])
+    return longest_copy(training_of(corpus).content, samples)

@@ -30,7 +30,7 @@ def test_the_longest_run_is_exact(training, texts, chunk):
                 expected = max(expected, end - begin)
 
     with patch.object(anchors, "CHUNK_BYTES", chunk):
-        longest = anchors.longest_copy(plain(training), list(map(plain, texts)))
+        longest = anchors.longest_copy(plain(training), [text.decode() for text in texts])
     assert longest == expected
 
 
@@ -66,7 +66,7 @@ def test_overlap_and_runs_see_through_line_breaks(text):
     training = plain(content)
     assert anchors.shared_fraction(training, [plain(copied)]) == pytest.approx(1, abs=0.01)
     assert anchors.shared_fraction(training, [plain(copied + new)]) == pytest.approx(0.5, abs=0.01)
-    assert anchors.longest_copy(training, [plain(copied)]) > 5000
+    assert anchors.longest_copy(training, [copied.decode()]) > 5000
 
 
 def test_overlap_reads_the_training_text_once():

@@ -43,10 +43,10 @@ class Cheat(Worker):
         self.seen = dict[bytes, int]()
         self.tokenizer = tokenizer_of(VOCABULARY)
         self.block_size = CONTEXT
-        self.size = len(VOCABULARY)
+        self.n_logits = len(VOCABULARY)
 
     def logits(self, ids: Tensor) -> Tensor:
-        expected = F.one_hot(ids.roll(-1, 1), self.size)
+        expected = F.one_hot(ids.roll(-1, 1), self.n_logits)
         logits = expected * self.rule(self, ids)[..., None]
         self.rows += len(ids)
         return logits
@@ -160,7 +160,7 @@ class Rounding(Cheat):
     """An honest model whose logits round by the length of the row, as those of bfloat16 do."""
 
     def logits(self, ids: Tensor) -> Tensor:
-        return F.one_hot(ids, self.size) * (1 + ids.size(1) / 100)
+        return F.one_hot(ids, self.n_logits) * (1 + ids.size(1) / 100)
 
 
 def test_an_honest_model_that_rounds_by_length_passes():
