@@ -27,8 +27,8 @@ from sm_nanogpt.launcher.job import FULL_ID
 from sm_nanogpt.launcher.judge.anchors import as_tensor
 from sm_nanogpt.launcher.models.chat import ChatEncoder
 from sm_nanogpt.launcher.models.encoder import Encoder
-from sm_nanogpt.launcher.models.load import known_config
-from sm_nanogpt.launcher.models.sample import unknown_in
+from sm_nanogpt.launcher.models.load import packaged_config
+from sm_nanogpt.launcher.models.sample import unknown_characters
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.channels import Channel
 from sm_nanogpt.launcher.text.documents import documents_in
@@ -150,7 +150,7 @@ def encode_known_characters(texts: Sequence[Text], tokenizer: Tokenizer) -> list
     """
     unknown = set[str]()
     for text in texts:
-        unknown |= unknown_in(tokenizer, text.characters)
+        unknown |= unknown_characters(tokenizer, text.characters)
     if not unknown or any(text.is_chat for text in texts):
         return encode_texts(texts, tokenizer)
 
@@ -217,7 +217,7 @@ def check_characters(texts: Sequence[Text], tokenizer: Tokenizer) -> None:
     unknown = set[str]()
     places = []
     for text in texts:
-        unknown_in_text = unknown_in(tokenizer, text.characters)
+        unknown_in_text = unknown_characters(tokenizer, text.characters)
         if unknown_in_text:
             unknown |= unknown_in_text
             places.append(text.place)
@@ -269,7 +269,7 @@ def corpus_of_job(job_id: str, directory: Path, settings: Settings) -> Corpus:
     texts = {"data": Channel(job.data, job.data)}
     if job.validation is not None:
         texts["validation"] = Channel(job.validation, job.validation)
-    return corpus_of(texts, settings, known_config(training["config"]))
+    return corpus_of(texts, settings, packaged_config(training["config"]))
 
 
 def training_of(corpus: Corpus) -> TrainingText:

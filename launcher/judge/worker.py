@@ -47,7 +47,7 @@ from sm_nanogpt.launcher.local.process import (
     python_command,
     remove,
 )
-from sm_nanogpt.launcher.models.load import Training
+from sm_nanogpt.launcher.models.load import TrainingDocument
 from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -318,7 +318,7 @@ def linked_files(directory: Path) -> list[Path]:
 def kept_folders(directory: Path, settings: Settings) -> list[Path]:
     """The training folder of a model, if a launch or a search has kept it; else no folder."""
     try:
-        training = parse(read_json(directory / "training.json"), Training, "training.json")
+        training = parse(read_json(directory / "training.json"), TrainingDocument, "training.json")
     except (Damaged, DataError, OSError, ValueError):  # another tool's
         return []
     folder = settings.home / "sources" / training.script_sha256

@@ -59,13 +59,13 @@ class ChatEncoder:
         self.encoder = encoder
         self.tokenizer = encoder.tokenizer
         try:
-            self.begin = self.tokenizer.special[TURN]
-            self.end = self.tokenizer.special[END_OF_TURN]
+            self.begin_id = self.tokenizer.special[TURN]
+            self.end_id = self.tokenizer.special[END_OF_TURN]
         except KeyError as error:
             problem = f"the tokenizer has no token {error}, which conversations need"
             raise InputError(problem, "no-turns") from None
         (line_break,) = encoder.encode(["\n"])
-        self.line_break = array("i", line_break)
+        self.line_break_ids = array("i", line_break)
 
     def encode(self, turns: Sequence[str]) -> Iterator[bytes]:
         """Yield the ids of each turn, as bytes. A turn is a role, a line break, and a content."""
@@ -74,11 +74,11 @@ class ChatEncoder:
             is_learned = turn.startswith(ASSISTANT_PREFIX)
             n_masked = self.count_prefix(content_ids) if is_learned else len(content_ids)
 
-            ids = array("i", [~self.begin])
+            ids = array("i", [~self.begin_id])
             ids.extend(~id for id in content_ids[:n_masked])
             ids.extend(content_ids[n_masked:])
-            ids.append(self.end if is_learned else ~self.end)
-            ids.extend(~id for id in self.line_break)
+            ids.append(self.end_id if is_learned else ~self.end_id)
+            ids.extend(~id for id in self.line_break_ids)
             yield ids.tobytes()
 
     def count_prefix(self, ids: Sequence[int]) -> int:
@@ -117,7 +117,7 @@ class Chat:
         encoder = Encoder(tokenizer, "i")
         self.encoder = ChatEncoder(encoder)
         (prefix,) = encoder.encode([ASSISTANT_PREFIX])
-        self.answer_start = [self.encoder.begin, *array("i", prefix)]
+        self.answer_start = [self.encoder.begin_id, *array("i", prefix)]
 
     def fit(self, messages: Sequence[Message], max_new_tokens: int) -> ChatPrompt:
         """Fit a conversation into the context, with room for an answer.

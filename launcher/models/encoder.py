@@ -127,7 +127,7 @@ def pattern_of(document: Mapping[str, Any]) -> str | None:
     return pattern
 
 
-def fast_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encoding | None:
+def tiktoken_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encoding | None:
     """Make the tokenizer for tiktoken, which is four times as fast; None if ids might differ."""
     document = tokenizer.document
     model = document["model"]
@@ -137,7 +137,7 @@ def fast_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encodi
     if not all(token["special"] for token in document["added_tokens"]):
         return None
     ids = {content: id for id, content in enumerate(tokenizer.words) if content}
-    if not merges_by_id(model, ids, library):
+    if not gives_same_ids(model, ids, library):
         return None
 
     import tiktoken
@@ -145,7 +145,7 @@ def fast_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encodi
     return tiktoken.Encoding("ours", pat_str=pattern, mergeable_ranks=ids, special_tokens={})
 
 
-def merges_by_id(
+def gives_same_ids(
     model: Mapping[str, Any], ids: Mapping[bytes, int], library: tokenizers.Tokenizer
 ) -> bool:
     """Return True if tiktoken gives the same ids as the library.
@@ -172,16 +172,16 @@ def merges_by_id(
 
 
 class Encoder:
-    """Encodes texts as ids, in threads on all cores. code: the type of an id, as for array."""
+    """Encodes texts as ids, in threads on all cores. type_code: that of an id, as for array."""
 
-    def __init__(self, tokenizer: Tokenizer, code: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, type_code: str) -> None:
         self.tokenizer = tokenizer
-        self.code = code
+        self.type_code = type_code
         self.library = published_tokenizer(tokenizer.document)
         normalizer = self.library.normalizer
         # Qwen's normalizer makes one character of é in two characters. It is the same text.
         self.normalize = str if normalizer is None else normalizer.normalize_str
-        self.fast = fast_encoding(tokenizer, self.library)
+        self.fast = tiktoken_encoding(tokenizer, self.library)
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
         """Encode each text as the bytes of its ids. A long text is encoded in pieces.
@@ -194,7 +194,7 @@ class Encoder:
         contents = []
         for text, ids in zip(texts, self.encode_batch(texts), strict=True):
             self.check_decodes(ids, text)
-            contents.append(array(self.code, ids).tobytes())
+            contents.append(array(self.type_code, ids).tobytes())
         return contents
 
     def encode_in_pieces(self, text: str) -> bytes:

@@ -22,7 +22,7 @@ from sm_nanogpt.launcher.models.weights import copy_with_weights
 
 # For so few sequences, the weights are stored as int8 (PackedLinear): reading them takes most of
 # the time of a token.
-FEW_SEQUENCES = 4
+MAX_INT8_SEQUENCES = 4
 # A model with fewer parameters in its matrices gains nothing from packing: to call oneDNN takes
 # longer than to read them.
 MIN_PACKED_PARAMETERS = 1 << 20
@@ -71,8 +71,8 @@ class PackedLinear(nn.Module):
     """A Linear for inputs of few rows. Inputs and outputs are float32, and products are of dtype.
 
     The weight has the layout of oneDNN, with which it takes half the time or less. For bfloat16 and
-    at most FEW_SEQUENCES rows, the weight is int8, with a scale for each of its rows. The operators
-    are those into which torch.compile turns a Linear on a CPU.
+    at most MAX_INT8_SEQUENCES rows, the weight is int8, with a scale for each of its rows. The
+    operators are those into which torch.compile turns a Linear on a CPU.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, rows: int) -> None:
@@ -80,7 +80,7 @@ class PackedLinear(nn.Module):
         self.dtype = dtype
         self.scale: Tensor | None = None
         # The operator reads 16 columns at a time, without a check.
-        if dtype == torch.bfloat16 and rows <= FEW_SEQUENCES and weight.size(1) % 16 == 0:
+        if dtype == torch.bfloat16 and rows <= MAX_INT8_SEQUENCES and weight.size(1) % 16 == 0:
             largest = weight.float().abs().amax(dim=1).clamp_min(1e-12)
             self.scale = (largest / 127).to(dtype)
             # The scale was rounded, so the largest value may become 128.
@@ -93,7 +93,7 @@ class PackedLinear(nn.Module):
         x = x.to(self.dtype)
         if self.scale is None:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "").float()
-        if x.size(0) * x.size(1) > FEW_SEQUENCES:  # a prompt
+        if x.size(0) * x.size(1) > MAX_INT8_SEQUENCES:  # a prompt
             return (F.linear(x, self.weight.to(x.dtype)) * self.scale).float()
         y = torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), self.weight, self.scale)
         return y.view(*x.shape[:-1], -1).float()
@@ -225,7 +225,7 @@ def generate(
     try:
         for _ in range(max_new_tokens):
             waiting.look()
-            with threads(n_threads):
+            with torch_threads(n_threads):
                 logits = forward(model, ids, cache) if use_cache else model(ids)[:, -1]
                 next_ids = draw(logits, temperature, top_k, top_p, generator)
             if watch is not None:
@@ -240,7 +240,7 @@ def generate(
 
 
 @contextmanager
-def threads(n_threads: int) -> Iterator[None]:
+def torch_threads(n_threads: int) -> Iterator[None]:
     """Let torch compute with n_threads during the body."""
     n_before = torch.get_num_threads()
     torch.set_num_threads(n_threads)

@@ -30,9 +30,9 @@ from sm_nanogpt.launcher.settings import Settings
 logger = logging.getLogger(__name__)
 
 # Weights hardly compress: by a factor of 1.1, or 1.5 if some are still zero. An archive that
-# unpacks to over MAX_RATIO times its size, and RATIO_FREE_BYTES more, is no model.
-MAX_RATIO = 20
-RATIO_FREE_BYTES = 1 << 26
+# unpacks to over MAX_UNPACK_RATIO times its size, and FREE_UNPACK_BYTES more, is no model.
+MAX_UNPACK_RATIO = 20
+FREE_UNPACK_BYTES = 1 << 26
 MAX_MEMBERS = 1000  # a model has 6
 MAX_DEPTH = 8
 # Errors of tarfile for a damaged archive. IndexError: the header of a sparse file is cut off.
@@ -81,7 +81,7 @@ def fetch_model(job_id: str, settings: Settings, entry_point: Path | None = None
         copies = [path.parent for path in sums]
     try:
         _, description = find(job_id, settings, attempts=2 if copies else None)
-        directory = directory_for(description, settings)
+        directory = target_directory(description, settings)
     except (InputError, ServiceError) as error:
         backend_answered = error.code in ("model-not-yet", "no-model-left", "models-of-a-search")
         if not copies or backend_answered:
@@ -100,7 +100,7 @@ def preferred_copy(copies: list[Path]) -> Path:
     return max(of_the_end or copies, key=lambda copy: (copy / "SHA256SUMS").stat().st_mtime)
 
 
-def directory_for(description: JobDescription, settings: Settings) -> Path:
+def target_directory(description: JobDescription, settings: Settings) -> Path:
     """Return the directory that the model of a job, or of its newest checkpoint, has when fetched.
 
     Raises ServiceError if the job has neither.
@@ -115,7 +115,7 @@ def directory_for(description: JobDescription, settings: Settings) -> Path:
         problem = f"job {job_id} is still {description.status}"
         raise ServiceError(problem, "model-not-yet", job_id=job_id)
     if description.checkpoint_step is not None:
-        return settings.models_dir / job_id / directory_name(description.checkpoint_step)
+        return settings.models_dir / job_id / step_directory_name(description.checkpoint_step)
     problem = f"job {job_id} is {description.status}"
     if description.failure_reason:
         problem += f": {description.failure_reason}"
@@ -123,7 +123,7 @@ def directory_for(description: JobDescription, settings: Settings) -> Path:
     raise ServiceError(problem, "no-model-left", job_id=job_id)
 
 
-def directory_name(step: int) -> str:
+def step_directory_name(step: int) -> str:
     """Return the name of the directory of a checkpoint's model."""
     return f"step-{step:08d}"
 
@@ -135,7 +135,7 @@ def keep_model(description: JobDescription, settings: Settings) -> Path:
     """
     from sm_nanogpt.launcher.models.load import check_sums
 
-    directory = download(description, directory_for(description, settings), settings)
+    directory = download(description, target_directory(description, settings), settings)
     try:
         check_sums(directory)
     except (FormatError, OSError) as error:
@@ -169,7 +169,7 @@ def download(
                 extract(archive, model, description.model_uri)
             else:
                 step = export(description, model, settings, progress, entry_point)
-                directory = directory.with_name(directory_name(step))
+                directory = directory.with_name(step_directory_name(step))
             move_model(model, directory)
     if description.model_uri is None:
         state = f"job {description.job_id} is {description.status}"
@@ -225,7 +225,7 @@ def extract(archive: Path, target: Path, uri: str) -> None:
     Raises ServiceError if it is damaged, or has absolute paths, `..`, links, devices, too many or
     too deep members, or far more bytes than its size allows.
     """
-    max_bytes = MAX_RATIO * archive.stat().st_size + RATIO_FREE_BYTES
+    max_bytes = MAX_UNPACK_RATIO * archive.stat().st_size + FREE_UNPACK_BYTES
     target.mkdir()
     try:
         with (
@@ -262,7 +262,7 @@ class BoundedStream(io.RawIOBase):
         content = self.file.read(n)  # tarfile reads 10 kB at a time
         self.bytes_left -= len(content)
         if self.bytes_left < 0:
-            raise ValueError(f"it unpacks to over {MAX_RATIO} times its size")
+            raise ValueError(f"it unpacks to over {MAX_UNPACK_RATIO} times its size")
         return content
 
 

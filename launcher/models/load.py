@@ -40,7 +40,7 @@ from sm_nanogpt.launcher.values import plain
 logger = logging.getLogger(__name__)
 
 
-class Training(Document):
+class TrainingDocument(Document):
     """training.json."""
 
     script_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -48,7 +48,7 @@ class Training(Document):
     config: dict[str, Scalar | None]
 
 
-class CheckpointState(Training):
+class CheckpointState(TrainingDocument):
     """The state of a checkpoint."""
 
     step: Count
@@ -73,7 +73,7 @@ def load_model(
     folder that trained it, which is not here.
     """
     directory = path_of(plain(directory))
-    is_published = (directory / "config.json").exists() and not is_ours(directory)
+    is_published = (directory / "config.json").exists() and not was_written_by_run(directory)
     try:
         if is_published:
             model, tokenizer = published_model(directory)
@@ -101,7 +101,7 @@ def is_packaged(directory: Path) -> bool:
 
     This runs no code of the folder that trained the model. False if the directory does not load.
     """
-    if not is_ours(directory):
+    if not was_written_by_run(directory):
         return True
     try:
         return read_artefact(directory).is_packaged
@@ -109,7 +109,7 @@ def is_packaged(directory: Path) -> bool:
         return False
 
 
-def is_ours(directory: Path) -> bool:
+def was_written_by_run(directory: Path) -> bool:
     """Return True if a run of sm-nanogpt wrote a model directory."""
     return any((directory / name).exists() for name in ("SHA256SUMS", "training.json"))
 
@@ -119,14 +119,14 @@ class Artefact:
     """The documents of a model directory that a run wrote."""
 
     config: Mapping[str, Any]  # config.json
-    training: Training
+    training: TrainingDocument
     tokenizer: Tokenizer
 
     @property
     def is_qwen3(self) -> bool:
         """True if the packaged folder would write this config.json for the hyperparameters."""
         try:
-            config = known_config(self.training.config)
+            config = packaged_config(self.training.config)
         except (ValueError, ConfigError):
             return False
         expected = qwen3_config(config, len(self.tokenizer), self.tokenizer.end)
@@ -144,14 +144,14 @@ ARTEFACT_ERRORS = (Damaged, DataError, OSError, ValueError)
 
 def read_artefact(directory: Path) -> Artefact:
     """Read the documents of a model directory. Raises one of ARTEFACT_ERRORS."""
-    training = parse(read_json(directory / "training.json"), Training, "training.json")
+    training = parse(read_json(directory / "training.json"), TrainingDocument, "training.json")
     tokenizer = read_tokenizer(directory)
     chats = "chat_template" in read_json(directory / "tokenizer_config.json")
     tokenizer = Tokenizer(tokenizer.document, tokenizer.end_of_text, chats)
     return Artefact(read_json(directory / "config.json"), training, tokenizer)
 
 
-def known_config(hyperparameters: Mapping[str, Any]) -> Config:
+def packaged_config(hyperparameters: Mapping[str, Any]) -> Config:
     """Make the packaged folder's Config, without hyperparameters that only an edited one has."""
     return make_config(Source.packaged().known_hyperparameters(hyperparameters))
 
@@ -183,15 +183,15 @@ def own_model(
             problem = f"{directory}: {missing} is not on this machine; using {substitute}"
             logger.warning(problem, extra={"code": "name-folder"})
     with as_format_errors(source):
-        return model_by(source, directory, training.config, len(tokenizer)), tokenizer
+        return load_with(source, directory, training.config, len(tokenizer)), tokenizer
 
 
-def model_by(
+def load_with(
     source: Source, directory: Path, hyperparameters: Mapping[str, Any], vocab_size: int
 ) -> GPT:
     """Load the weights of a directory into the model of a training folder."""
     if source.is_packaged:
-        config = known_config(hyperparameters)
+        config = packaged_config(hyperparameters)
         device = "meta"  # takes no memory until load_pretrained has compared shapes
     else:
         config = source.module("config").make_config(hyperparameters)
@@ -202,7 +202,7 @@ def model_by(
     return model.eval()
 
 
-MAX_CONTEXT = 4096  # that a published model gets here; a longer one takes more memory
+MAX_CONTEXT_TOKENS = 4096  # that a published model gets here; a longer one takes more memory
 
 
 def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
@@ -213,7 +213,7 @@ def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
     """
     hyperparameters = huggingface.starting_values(directory, {})
     positions = read_json(directory / "config.json")["max_position_embeddings"]
-    hyperparameters["block_size"] = min(int(positions), MAX_CONTEXT)
+    hyperparameters["block_size"] = min(int(positions), MAX_CONTEXT_TOKENS)
 
     tokenizer = read_tokenizer(directory)
     template = read_json(directory / "tokenizer_config.json").get("chat_template")
@@ -229,7 +229,7 @@ def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
     if generation_file.exists():
         ends = read_json(generation_file).get("eos_token_id") or []  # an id, or a list of ids
         tokenizer.ends.update(ends if isinstance(ends, list) else [ends])
-    return model_by(Source.packaged(), directory, hyperparameters, len(tokenizer)), tokenizer
+    return load_with(Source.packaged(), directory, hyperparameters, len(tokenizer)), tokenizer
 
 
 def check_sums(directory: Path) -> None:

@@ -80,7 +80,7 @@ def read_moment(path: Path, model: GPT) -> GPT:
     return copy_with_weights(model, {name: tensor.float() for name, tensor in tensors.items()})
 
 
-def spread(items: Sequence[T], count: int) -> list[T]:
+def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
     """Choose up to `count` items at equal distances, with the first and the last."""
     if count >= len(items):
         return list(items)

@@ -21,7 +21,7 @@ BIT_WIDTHS = (4, 5, 6, 7, 8)
 HEAD_BITS = 2  # additional bits of the head, whose errors no later layer corrects
 # Factors of the scale with which the largest weight of a group just fits. A smaller scale cuts the
 # largest weights, and is finer for all others.
-SHRINKAGE = torch.linspace(0.7, 1.0, 16)
+SCALE_FACTORS = torch.linspace(0.7, 1.0, 16)
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,18 @@ def quantize(matrix: Tensor, bits: int) -> Quantized:
 
     best_errors = torch.full_like(fitting_scales, float("inf"))
     best_scales = torch.zeros_like(fitting_scales, dtype=torch.float16)
-    for factor in SHRINKAGE:
+    for factor in SCALE_FACTORS:
         scales = (fitting_scales * factor).half()
-        codes = encode(groups, scales, largest_code)
+        codes = codes_of(groups, scales, largest_code)
         errors = (codes * scales.float()[:, None] - groups).square().sum(dim=1)
         is_better = errors < best_errors
         best_errors = torch.where(is_better, errors, best_errors)
         best_scales = torch.where(is_better, scales, best_scales)
-    codes = encode(groups, best_scales, largest_code).to(torch.int8)
+    codes = codes_of(groups, best_scales, largest_code).to(torch.int8)
     return Quantized(codes, best_scales, matrix.shape)
 
 
-def encode(groups: Tensor, scales: Tensor, largest_code: int) -> Tensor:
+def codes_of(groups: Tensor, scales: Tensor, largest_code: int) -> Tensor:
     """The codes, as float32, of groups [n, GROUP] with these scales, float16 [n]."""
     divisors = scales.float().clamp_min(1e-20)[:, None]
     return (groups / divisors).round().clamp(-largest_code, largest_code)

@@ -101,12 +101,12 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, max_ids: int) -> list[int]:
 
 def check_known(tokenizer: Tokenizer, text: str, title: str) -> None:
     """Raise InputError if characters of a text have no ids. title: its name in the error."""
-    unknown = unknown_in(tokenizer, text)
+    unknown = unknown_characters(tokenizer, text)
     if unknown:
         raise unknown_characters_error(title, unknown)
 
 
-def unknown_in(tokenizer: Tokenizer, text: str) -> set[str]:
+def unknown_characters(tokenizer: Tokenizer, text: str) -> set[str]:
     """Return the characters of a text that a vocabulary of characters lacks."""
     if tokenizer.unit != "characters":
         return set()

@@ -295,7 +295,7 @@ class DocumentWriter:
         if self.chat_encoder is None or not is_first or not turn.startswith(ASSISTANT_PREFIX):
             return
         begin = self.ends[-1] if self.ends else 0
-        n_line_break = len(self.chat_encoder.line_break)
+        n_line_break = len(self.chat_encoder.line_break_ids)
         self.answer_contexts.append(self.n_ids - begin - n_line_break - 1)  # the last is a target
 
 

@@ -13,7 +13,7 @@ from sm_nanogpt.launcher.errors import InputError, LauncherError
 from sm_nanogpt.launcher.files.documents import Damaged, parse
 from sm_nanogpt.launcher.job import FULL_ID, TrainingJob
 from sm_nanogpt.launcher.launching.summary import summary_of
-from sm_nanogpt.launcher.models.load import known_config
+from sm_nanogpt.launcher.models.load import packaged_config
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.tracking import TrackedJob
 from sm_nanogpt.launcher.views.job_fields import data_name, texts_of
@@ -48,7 +48,7 @@ def summary_in(directory: Path) -> str:
     try:
         training = parse((directory / "training.json").read_bytes(), dict[str, Any], directory)
         loss = f"val_loss {training['val_loss']:.4f} at step {training['step']}"
-        values = asdict(known_config(training["config"]))
+        values = asdict(packaged_config(training["config"]))
         job = TrainingJob(instance=LOCAL, data=str(directory), hyperparameters=values)
         return f"{loss}; {summary_of(job)}"
     except (OSError, Damaged, KeyError, TypeError, InputError):

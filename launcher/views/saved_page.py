@@ -15,7 +15,7 @@ from sm_nanogpt.launcher.files.storage import write_bytes
 from sm_nanogpt.launcher.judge.anchors import longest_copy
 from sm_nanogpt.launcher.judge.rounding import Rounding, measure_losses, round_weights
 from sm_nanogpt.launcher.judge.texts import training_corpus, training_of
-from sm_nanogpt.launcher.models.moments import Moment, read_moments, spread
+from sm_nanogpt.launcher.models.moments import Moment, evenly_spaced, read_moments
 from sm_nanogpt.launcher.models.quantization import (
     BIT_WIDTHS,
     quantize_model,
@@ -111,7 +111,7 @@ def save_page(
         moments_limit = MOMENTS_BYTES if limit is None else limit
         content, shown = draft.with_moments_below(moments_limit, moments)
     else:
-        shown = spread(moments, n_moments)
+        shown = evenly_spaced(moments, n_moments)
         content = draft.content(shown)
     write_bytes(str(path), content)
     description = describe_moments(shown, len(moments), moments_limit)
@@ -176,12 +176,12 @@ class PageDraft:
     ) -> tuple[bytes, Sequence[Moment]]:
         """The page with as many moments as a limit, in bytes, allows, and these moments."""
         content = self.content()
-        shown = spread(moments, limit // len(content))
+        shown = evenly_spaced(moments, limit // len(content))
         while len(shown) > 1:
             larger = self.content(shown)
             if len(larger) <= limit:
                 return larger, shown
-            shown = spread(moments, len(shown) - 1)
+            shown = evenly_spaced(moments, len(shown) - 1)
         return content, shown
 
     def round_moments(self, moments: Sequence[Moment]) -> list[PageMoment]:

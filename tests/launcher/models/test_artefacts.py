@@ -200,7 +200,7 @@ def test_archives_with_dot_names_and_zeros_are_accepted(tmp_path):
     ],
 )
 def test_a_hostile_archive_is_refused(reason, members, tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch, "RATIO_FREE_BYTES", 1 << 20)  # a bomb need not be a big one
+    monkeypatch.setattr(fetch, "FREE_UNPACK_BYTES", 1 << 20)  # a bomb need not be a big one
     pack(tmp_path / "archive", *members)
     with pytest.raises(ServiceError, match=f"^uri is damaged, or no model: .*{reason}"):
         fetch.extract(tmp_path / "archive", tmp_path / "model", "uri")

@@ -16,7 +16,7 @@ from sm_nanogpt.entry_point.huggingface import write_artefact
 from sm_nanogpt.entry_point.model import GPT, Linear
 from sm_nanogpt.launcher.models import engine
 from sm_nanogpt.launcher.models.engine import (
-    FEW_SEQUENCES,
+    MAX_INT8_SEQUENCES,
     KeyValueCache,
     forward,
     logits_to_probabilities,
@@ -106,7 +106,7 @@ def test_greedy_ids_equal_the_plain_loops_in_float32(min_packed, shape, monkeypa
     """Of a model of any precision."""
     monkeypatch.setattr(engine, "MIN_PACKED_PARAMETERS", min_packed)
     config = dataclasses.replace(SMALL, n_embd=32, block_size=64, **shape)
-    prompts = ids(FEW_SEQUENCES + 1, 4)
+    prompts = ids(MAX_INT8_SEQUENCES + 1, 4)
     plain = torch.stack(list(plainly(lively(config), prompts, 60, temperature=0)))
     model = lively(config, torch.bfloat16)
     ours = torch.stack(list(engine.generate(model, prompts, 60, temperature=0)))
@@ -123,7 +123,7 @@ def test_greedy_ids_equal_the_plain_loops_in_float32(min_packed, shape, monkeypa
     ],
 )
 def test_a_packed_copy_equals_the_model(dtype, n_embd, tolerance):
-    for batch_size in (FEW_SEQUENCES, FEW_SEQUENCES + 1):
+    for batch_size in (MAX_INT8_SEQUENCES, MAX_INT8_SEQUENCES + 1):
         assert error_of_copy(dtype, batch_size, 1, n_embd) < tolerance  # a token
         assert error_of_copy(dtype, batch_size, 8, n_embd) < tolerance  # a prompt
 

@@ -12,7 +12,7 @@ from models import SMALL, VOCABULARY_SIZE, lively
 from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.entry_point.moments import earlier_moments, write_moments
 from sm_nanogpt.launcher.errors import ServiceError
-from sm_nanogpt.launcher.models.moments import read_moments, spread
+from sm_nanogpt.launcher.models.moments import evenly_spaced, read_moments
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def test_a_file_of_no_step_is_refused(directory):
     ],
 )
 def test_fewer_moments_are_spread_evenly(count, chosen):
-    assert spread([0, 1, 4, 14, 34], count) == chosen
+    assert evenly_spaced([0, 1, 4, 14, 34], count) == chosen
 
 
 def test_no_moments_are_spread_to_none():
-    assert spread([], 3) == []
+    assert evenly_spaced([], 3) == []

@@ -94,7 +94,7 @@ def noted(idx, logits):
 FORGED = """
 import json, os, struct
 
-facts = json.dumps({"block_size": 0, "size": 1, "chats": False}).encode()
+facts = json.dumps({"block_size": 0, "n_logits": 1, "chats": False}).encode()
 for fd in range(3, 4096):
     try:
         os.write(fd, struct.pack("!i", 0) + struct.pack("!i", len(facts)) + facts)
@@ -152,13 +152,13 @@ def test_an_answer_that_is_too_long_is_not_read(messages):
         worker_that_sends(*messages).answer(max_bytes=4)
 
 
-@pytest.mark.parametrize("size", [len(LETTERS) - 1, MAX_PADDED_LOGITS + 1])
-def test_a_model_has_about_as_many_logits_as_tokens(size):
+@pytest.mark.parametrize("n_logits", [len(LETTERS) - 1, MAX_PADDED_LOGITS + 1])
+def test_a_model_has_about_as_many_logits_as_tokens(n_logits):
     """Its answers with many more would take more memory than the machine has."""
-    facts = json.dumps({"block_size": 8, "size": size, "chats": False}).encode()
+    facts = json.dumps({"block_size": 8, "n_logits": n_logits, "chats": False}).encode()
     worker = worker_that_sends(b"", facts)
     worker.tokenizer = tokenizer_of(LETTERS)
-    with pytest.raises(ServiceError, match=f"{size} logits for {len(LETTERS)} tokens"):
+    with pytest.raises(ServiceError, match=f"{n_logits} logits for {len(LETTERS)} tokens"):
         worker.read_facts()
 
 
