@@ -29,6 +29,7 @@ from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
 from sm_nanogpt.launcher.sagemaker.cost import Prices, usd
 from sm_nanogpt.launcher.sagemaker.stack import Stack, find_stack, has_succeeded, notebook_role
 from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.values import is_on_s3
 
 OK = "ok"
 WARNING = "warning"
@@ -153,7 +154,7 @@ def check_role(context: Context) -> Answer:
 def check_store(context: Context) -> Answer:
     """Check that the store is in the region of the jobs, and takes and deletes an object."""
     store = context.cloud.launch_settings().store
-    if not store.startswith("s3://"):
+    if not is_on_s3(store):
         return InputError(f"SageMaker cannot read {store}", "store-on-s3")
     check_bucket(context.account.client("s3"), store, "store", context.account.region)
     uri = storage.join(store, "data", f"doctor-{secrets.token_hex(4)}.txt")

@@ -21,7 +21,7 @@ from pydantic_settings import (
 
 from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.launcher.errors import InputError, did_you_mean, rephrased
-from sm_nanogpt.launcher.values import plain
+from sm_nanogpt.launcher.values import is_on_s3, plain
 
 
 def default_home() -> Path:
@@ -178,7 +178,7 @@ class Settings(BaseSettings):
     @property
     def reaches_aws(self) -> bool:
         """True if AWS is configured in any way. If it is not, no command calls it."""
-        if self.region or self.profile or self.names_stack or self.store.startswith("s3://"):
+        if self.region or self.profile or self.names_stack or is_on_s3(self.store):
             return True
         if any(os.environ.get(name) for name in AWS_VARIABLES):
             return True

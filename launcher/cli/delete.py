@@ -21,7 +21,7 @@ from sm_nanogpt.launcher.cli.options import (
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import local_time, note, print_columns, print_json
 from sm_nanogpt.launcher.errors import InputError, ServiceError, did_you_mean, joined
-from sm_nanogpt.launcher.values import counted, in_units
+from sm_nanogpt.launcher.values import counted, in_units, is_on_s3
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.settings import Settings
@@ -211,7 +211,7 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
     for upload in uploads:
         unknown -= {upload.name, upload.uri}
     if failure:
-        if unknown or any(upload.uri.startswith("s3:") for upload in uploads):
+        if unknown or any(is_on_s3(upload.uri) for upload in uploads):
             raise failure  # it may be there, or a running job may read it
         note(joined(sentence(failure), "only what is on this machine will be deleted"))
     if unknown:
@@ -249,7 +249,7 @@ def uploaded_by(upload: Stored) -> str:
     if upload.manifest is None:
         since = local_time(upload.written)
         return f" since {since}: interrupted, or still under way, maybe by somebody else"
-    if not upload.uri.startswith("s3:"):
+    if not is_on_s3(upload.uri):
         return ""
     return f", uploaded by {upload.manifest.owner or 'nobody that is known'}"
 

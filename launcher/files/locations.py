@@ -8,6 +8,7 @@ from urllib.parse import quote, unquote
 from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.settings import expand_user, location_problem
+from sm_nanogpt.launcher.values import is_on_s3
 
 MAX_NAME_CHARACTERS = 255  # on every system
 MAX_PATH_CHARACTERS = 4095
@@ -50,7 +51,7 @@ def local_path(location: str) -> Path | None:
         raise InputError(f"{location}: {problem}")
     if location.startswith("file://"):
         return Path(unquote(location.removeprefix("file://")))
-    if location.startswith("s3://"):
+    if is_on_s3(location):
         return None
     return path_of(location).absolute()
 

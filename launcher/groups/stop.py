@@ -12,6 +12,7 @@ from sm_nanogpt.launcher.groups.find import JobGroup
 from sm_nanogpt.launcher.launching.names import ledger_path
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.tracking import check_yours
+from sm_nanogpt.launcher.values import is_on_s3
 
 
 def lock_sweep(sweep_id: str, settings: Settings) -> IO[str]:
@@ -35,7 +36,7 @@ def stop_mark(sweep_id: str, job_directory: str, settings: Settings) -> str:
     Any machine may stop or delete a sweep on SageMaker, so its file is in the store. job_directory:
     the directory or S3 prefix of one of its jobs.
     """
-    if not job_directory.startswith("s3://"):
+    if not is_on_s3(job_directory):
         return str(ledger_path(sweep_id, settings).with_suffix(".stop"))
     parent = job_directory.rstrip("/").rpartition("/")[0]
     return storage.join(parent, sweep_id, "stop")

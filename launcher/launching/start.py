@@ -23,6 +23,7 @@ from sm_nanogpt.launcher.job import FULL_ID, Request
 from sm_nanogpt.launcher.models.fetch import model_directory
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.channels import Channel
+from sm_nanogpt.launcher.values import is_on_s3
 
 if TYPE_CHECKING:  # it imports torch
     from sm_nanogpt.entry_point.text import Tokenizer
@@ -78,7 +79,7 @@ def find_model(request: Request, settings: Settings, field: str) -> InitialModel
     directory = model_directory(name, settings.with_offline(False))
     model = read_model(request, field, directory, Channel(reference, storage.to_uri(directory)))
     check_weights(directory, field, reference)
-    if storage.local_path(settings.data_store) is not None:
+    if not is_on_s3(settings.data_store):
         return model
     return replace(model, channel=channel_of_model(reference, directory, settings))
 

@@ -62,6 +62,7 @@ from sm_nanogpt.launcher.sagemaker.rules import check_fields
 from sm_nanogpt.launcher.sagemaker.stack import notebook_role, with_stack
 from sm_nanogpt.launcher.sagemaker.submission import Submission
 from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.values import is_on_s3
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ class SageMakerBackend(Backend):
             release = machines.find_image(job.pytorch_version)
             image_uri = default_image(job, self.account.region)
         check_volume(job)
-        if not self.settings.data_store.startswith("s3://"):
+        if not is_on_s3(self.settings.data_store):
             raise InputError(
                 f"SageMaker cannot read {self.settings.data_store}", code="store-on-s3"
             )

@@ -21,6 +21,7 @@ from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.sagemaker.account import Account
 from sm_nanogpt.launcher.sagemaker.stack import last_seen_stack
 from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.values import is_on_s3
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def check_regions(job: TrainingJob, settings: Settings, account: Account) -> Non
     }
     fields = {}  # a field whose URI is in the bucket, by bucket
     for field, uri in uris.items():
-        if uri and uri.startswith("s3://"):
+        if uri and is_on_s3(uri):
             fields[uri.split("/")[2]] = field
     for field in fields.values():
         aws.check_bucket(account.client("s3"), str(uris[field]), field, account.region)

@@ -11,6 +11,7 @@ from sm_nanogpt.launcher.description import RUNNING, JobDescription
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.job import SEARCH_VARIABLE
 from sm_nanogpt.launcher.sagemaker.caller import NAME_TAG, OWNER_TAG, SUMMARY_TAG
+from sm_nanogpt.launcher.values import is_on_s3
 
 # A FailureReason is the last line of the failed rank, `Name: cause [kind]`. If it left none, the
 # toolkit surrounds what it printed with pages of its own, and adds a line for a killed process.
@@ -26,7 +27,7 @@ def is_our_job(raw: dict[str, Any]) -> bool:
     output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
     checkpoints = raw.get("CheckpointConfig", {}).get("S3Uri", "").rstrip("/")
     store, _, folder = output.rpartition("/")
-    if not store.startswith("s3://") or folder != "jobs":
+    if not is_on_s3(store) or folder != "jobs":
         return False
     return bool(checkpoints == f"{store}/checkpoints/{raw['TrainingJobName']}")
 

@@ -17,6 +17,7 @@ from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.moved import UPLOAD_NAME
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.store import Upload, is_uploaded, read_manifest
+from sm_nanogpt.launcher.values import is_on_s3
 
 if TYPE_CHECKING:  # with the readers of all formats
     from sm_nanogpt.launcher.text.reading import File
@@ -51,7 +52,7 @@ def find_channel(location: str, settings: Settings) -> Channel:
     """
     uri = storage.to_uri(location)
     path = storage.local_path(location)  # None: on S3
-    runs_here = storage.local_path(settings.data_store) is not None
+    runs_here = not is_on_s3(settings.data_store)
     try:
         upload = read_manifest(uri, settings)
         if upload is not None:

@@ -15,6 +15,7 @@ from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.channels import Channel, Texts
 from sm_nanogpt.launcher.text.reading import open_text
 from sm_nanogpt.launcher.text.sources import temporary
+from sm_nanogpt.launcher.values import is_on_s3
 
 if TYPE_CHECKING:  # they import torch
     from sm_nanogpt.entry_point.config import Config
@@ -73,8 +74,8 @@ def fetch_stored_text(channel: Channel, directory: Path, settings: Settings) -> 
     def is_wanted(name: str) -> bool:
         return LATER_SHARD.fullmatch(name) is None
 
-    is_remote = storage.local_path(channel.uri) is None
-    with byte_progress("fetch", source=channel.shown if is_remote else "") as progress:
+    source = channel.shown if is_on_s3(channel.uri) else ""
+    with byte_progress("fetch", source=source) as progress:
         storage.fetch(channel.uri, directory, progress, settings, is_wanted)
     meta = directory / "meta.json"
     if meta.exists():

@@ -19,7 +19,7 @@ from sm_nanogpt.launcher.files.progress import Progress, expect
 from sm_nanogpt.launcher.files.s3 import fsspec_callback, in_parts
 from sm_nanogpt.launcher.files.scratch import scratch
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.values import counted, in_units
+from sm_nanogpt.launcher.values import counted, in_units, is_on_s3
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def temporary(settings: Settings) -> Iterator[Path]:
 
 def is_elsewhere(location: str) -> bool:
     """True for standard input, the Hub and S3."""
-    return location == STDIN or location.startswith("s3://") or HUB.fullmatch(location) is not None
+    return location == STDIN or is_on_s3(location) or HUB.fullmatch(location) is not None
 
 
 def find_path(location: str, code: str = "") -> Path:
@@ -213,7 +213,7 @@ def open_source(location: str, directory: Path, settings: Settings) -> TextSourc
 
 def remote_file_system(location: str, settings: Settings) -> RemoteFileSystem:
     """The file system of a URI of S3 or of the Hub. Raises InputError if a package is missing."""
-    if location.startswith("s3://"):
+    if is_on_s3(location):
         fs, path = storage.locate(location, settings).file_system
         return RemoteFileSystem(fs, path, is_s3=True)
     try:

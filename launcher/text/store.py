@@ -27,6 +27,7 @@ from sm_nanogpt.launcher.files.moved import PART_OF_NAME, UPLOAD_NAME, find_move
 from sm_nanogpt.launcher.finding import ambiguity_error, is_part
 from sm_nanogpt.launcher.sagemaker.stack import with_stack
 from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.values import is_on_s3
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def with_store(settings: Settings) -> Settings:
 
 def check_store(settings: Settings) -> None:
     """Raise InputError if the store is on S3 in another region. A dry run does not check."""
-    if not settings.store.startswith("s3://"):
+    if not is_on_s3(settings.store):
         return
     session = aws_session(settings)
     region = session.region_name
@@ -317,7 +318,7 @@ def last_upload(settings: Settings) -> str:
     uris = [find_moved(uri, settings) for uri in last_uploads(settings).read().values()]
     if settings.store:
         stores = {store_uri(settings.data_store)}
-        if storage.local_path(settings.data_store) is None:
+        if is_on_s3(settings.data_store):
             stores.add(store_uri(settings.local_store))
         uris = [uri for uri in uris if uri.rpartition("/data/")[0] in stores]
     if not uris:

@@ -25,6 +25,7 @@ from sm_nanogpt.launcher.text.store import (
     store_uri,
     upload_suggestion,
 )
+from sm_nanogpt.launcher.values import is_on_s3
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,9 @@ def stored_upload(
 def reads(job: JobDescription, uri: str) -> bool:
     """True if a job reads an upload, or reads it from a copy of this machine's store."""
     inputs = [location.rstrip("/") for location in job.inputs.values()]
-    if uri.startswith("s3://"):
+    if is_on_s3(uri):
         return uri in inputs
-    local_inputs = [location for location in inputs if not location.startswith("s3://")]
+    local_inputs = [location for location in inputs if not is_on_s3(location)]
     return text_id(uri) in map(text_id, local_inputs)
 
 
