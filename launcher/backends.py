@@ -40,6 +40,7 @@ class Backend(ABC):
     shares_cores: ClassVar[bool]  # parallel jobs share the cores of one machine
     logs_more_than_script: ClassVar[bool]  # `logs` with `raw` also has lines of the service
     poll_seconds: float  # between two questions about a running job
+    run_maker: ClassVar[str] = ""  # the RunMaker of a search here, as text; "": it has no runs here
 
     settings: Settings
     parallel = 1  # the number of parallel jobs, if they share cores

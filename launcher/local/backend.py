@@ -107,6 +107,7 @@ class LocalBackend(Backend):
     shares_cores = True
     logs_more_than_script = False
     poll_seconds = 0.2
+    run_maker = "sm_nanogpt.launcher.trying.local.LocalRuns"
     location = "on this machine"
 
     def __init__(self, settings: Settings, attempts: int | None = None) -> None:

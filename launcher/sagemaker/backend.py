@@ -83,6 +83,7 @@ class SageMakerBackend(Backend):
     shares_cores = False
     logs_more_than_script = True
     poll_seconds = 5.0
+    run_maker = "sm_nanogpt.launcher.trying.cloud.SageMakerRuns"
 
     def __init__(self, settings: Settings, attempts: int | None = None) -> None:
         super().__init__(settings)

@@ -1,4 +1,4 @@
-"""The runs that a search asks for, what each one left, and the table of what makes them."""
+"""The runs that a search asks for, what each one left, and the interface of what makes them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,6 @@ from sm_nanogpt.launcher.source import Source
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.trying.search import Search
-
-# The RunMaker that makes the runs of a search, by the name of the backend's class.
-RUN_MAKERS = {
-    "LocalBackend": "sm_nanogpt.launcher.trying.local.LocalRuns",
-    "SageMakerBackend": "sm_nanogpt.launcher.trying.cloud.SageMakerRuns",
-}
 
 
 @dataclass(frozen=True)
@@ -66,9 +60,8 @@ class RunMaker(Protocol):
 def run_maker_class(instance: str) -> type[RunMaker]:
     """The class that makes the runs of a search on an instance. Raises InputError if none does."""
     backend = backend_class(instance)
-    path = RUN_MAKERS.get(backend.__name__)
-    if path is None:
+    if not backend.run_maker:
         problem = f"a search has no runs on {backend.title}"
         raise InputError(problem, field="instance", value=instance)
-    run_maker: type[RunMaker] = load_object(path)
+    run_maker: type[RunMaker] = load_object(backend.run_maker)
     return run_maker
