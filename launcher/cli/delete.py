@@ -25,7 +25,7 @@ from sm_nanogpt.launcher.values import counted, in_units, is_on_s3
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.settings import Settings
-    from sm_nanogpt.launcher.text.uploads import Stored
+    from sm_nanogpt.launcher.text.uploads import StoredUpload
     from sm_nanogpt.launcher.tracking import JobFiles
 
 
@@ -59,7 +59,7 @@ def data_command(as_json: bool) -> None:
         note(f"nothing was uploaded{to_store} yet: {command('upload-data', 'FILE')}")
 
 
-def print_uploads(uploads: list[Stored]) -> None:
+def print_uploads(uploads: list[StoredUpload]) -> None:
     columns: dict[str, list[str | None]] = {
         "NAME": [upload.name for upload in uploads],
         "KIND": [upload.kind for upload in uploads],
@@ -74,7 +74,7 @@ def print_uploads(uploads: list[Stored]) -> None:
     print_columns(columns, optional=("URI", "DOCUMENTS", "TRAIN TOKENS", "CHARACTERS"))
 
 
-def count_of(upload: Stored, field: str) -> str | None:
+def count_of(upload: StoredUpload, field: str) -> str | None:
     """A number of its manifest; None if it has none, or that is 0."""
     number = getattr(upload.manifest, field, 0)
     return f"{number:,}" if number else None
@@ -232,7 +232,7 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
         note(f"deleted {upload.uri}: {in_units(upload.size)}")
 
 
-def check_unused(upload: Stored, settings: Settings) -> None:
+def check_unused(upload: StoredUpload, settings: Settings) -> None:
     """Raise ServiceError if a running job reads an upload."""
     from sm_nanogpt.launcher.tracking import TrackedJob, other_owner
 
@@ -244,7 +244,7 @@ def check_unused(upload: Stored, settings: Settings) -> None:
         raise ServiceError(problem, "job-is-running", job_id=job_id)
 
 
-def uploaded_by(upload: Stored) -> str:
+def uploaded_by(upload: StoredUpload) -> str:
     """Who uploaded to S3, or that an upload may be under way, as a part of a line."""
     if upload.manifest is None:
         since = local_time(upload.written)
@@ -254,7 +254,7 @@ def uploaded_by(upload: Stored) -> str:
     return f", uploaded by {upload.manifest.owner or 'nobody that is known'}"
 
 
-def used_by(upload: Stored) -> str:
+def used_by(upload: StoredUpload) -> str:
     """How many jobs used an upload, and whose they are, as a part of a line."""
     jobs = counted(len(upload.jobs), "job")
     owners = f" of {' and '.join(upload.owners)}" if upload.owners else ""

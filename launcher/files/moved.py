@@ -37,7 +37,7 @@ def find_moved(location: str, settings: Settings) -> str:
     path = storage.local_path(location)
     if path is None or path.exists():
         return location
-    for candidate in candidates(path, settings):
+    for candidate in candidate_paths(path, settings):
         if candidate.exists():
             if location.startswith("file:"):
                 return candidate.as_uri()
@@ -45,7 +45,7 @@ def find_moved(location: str, settings: Settings) -> str:
     return location
 
 
-def candidates(path: Path, settings: Settings) -> list[Path]:
+def candidate_paths(path: Path, settings: Settings) -> list[Path]:
     """The paths in this home and in this machine's stores to which a path may have moved."""
     match = IN_STORE.search(str(path))
     if match:

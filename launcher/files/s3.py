@@ -42,7 +42,7 @@ class S3Location:
         The object's metadata holds the SHA-256 of the file.
         """
         metadata = {"sha256": file_sha256(source)}
-        self.fs.put_file(str(source), self.key, Metadata=metadata, **in_parts(progress))
+        self.fs.put_file(str(source), self.key, Metadata=metadata, **transfer_options(progress))
 
     def read_bytes(self, max_bytes: int) -> bytes:
         try:
@@ -63,7 +63,7 @@ class S3Location:
         Raises ServiceError if the file has another size or SHA-256 than the object.
         """
         key = f"{self.key}/{name}".removesuffix("/")
-        self.fs.get_file(key, str(target), **in_parts(progress))
+        self.fs.get_file(key, str(target), **transfer_options(progress))
         size = self.fs.info(key)["size"]
         sha256 = self.fs.metadata(key).get("sha256")
         if target.stat().st_size != size or (sha256 and file_sha256(target) != sha256):
@@ -103,7 +103,7 @@ def s3_file_system(settings: Settings) -> Any:
     )
 
 
-def in_parts(progress: Progress) -> dict[str, Any]:
+def transfer_options(progress: Progress) -> dict[str, Any]:
     """The arguments with which s3fs moves a file in parallel parts and reports its progress."""
     return {
         "callback": fsspec_callback(progress),

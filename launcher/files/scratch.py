@@ -84,14 +84,14 @@ def is_left_over(path: Path) -> bool:
     file = path / LOCK_NAME if path.is_dir() else path
     try:
         if not file.exists():  # an older version made it, or NFS keeps it
-            return age_of(path) > DAY_SECONDS
-        if file.stat().st_size == 0 and age_of(file) <= MINUTE_SECONDS:
+            return age_seconds(path) > DAY_SECONDS
+        if file.stat().st_size == 0 and age_seconds(file) <= MINUTE_SECONDS:
             return False
         return not is_locked(file)
     except (OSError, InputError):  # it is gone by now, or cannot be locked
         return False
 
 
-def age_of(path: Path) -> float:
+def age_seconds(path: Path) -> float:
     """Seconds since a file or directory was written."""
     return time.time() - path.stat().st_mtime

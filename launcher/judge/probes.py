@@ -30,7 +30,7 @@ EXTRA_ANSWER_TOKENS = 8  # an answer may have as many tokens as the right one ha
 
 def read_canaries(path: Path) -> list[str]:
     """Read the lines of a file, each with a secret in braces. Raises InputError."""
-    with open_text(detect_file(path, plain=True)) as content:
+    with open_text(detect_file(path, as_plain=True)) as content:
         lines = content.read().decode().splitlines()
     canaries = []
     for number, line in enumerate(lines, 1):

@@ -18,7 +18,7 @@ from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.progress import Progress, no_progress
 from sm_nanogpt.launcher.text.documents import documents_in, list_left_out
 from sm_nanogpt.launcher.text.encodings import is_encoding
-from sm_nanogpt.launcher.text.formats import fill_in, format_of_name, free_name, is_packed
+from sm_nanogpt.launcher.text.formats import fill_in, format_of_name, is_packed, unused_file_name
 from sm_nanogpt.launcher.text.reading import File, detect_file
 from sm_nanogpt.launcher.text.skipped import Skipped
 from sm_nanogpt.launcher.text.sources import TextSource
@@ -162,7 +162,7 @@ class FileFinder:
             path,
             self.options.encoding,
             self.options.column,
-            plain=self.include.match(path, source.path),
+            as_plain=self.include.match(path, source.path),
             source=source.shown(path),
             me=self.options.me,
         )
@@ -171,9 +171,9 @@ class FileFinder:
         if not is_utf8(str(name)):
             shown = os.fsencode(path).decode(errors="backslashreplace")
             raise InputError(f"{shown}: its name is not UTF-8; rename it")
-        self.files.append(replace(file, name=self.free_name(name)))
+        self.files.append(replace(file, name=self.name_in_upload(name)))
 
-    def free_name(self, name: Path) -> str:
+    def name_in_upload(self, name: Path) -> str:
         """A name for a file in the upload, which ends in .txt.
 
         No two names of an upload differ only by upper and lower case.
@@ -196,7 +196,7 @@ class FileFinder:
         others: list[Path] = []
         n_skipped: Counter[str] = Counter()
         for path in self.walk(source, n_skipped):
-            if self.is_taken(path, source.path):
+            if self.is_to_upload(path, source.path):
                 files.append(path)
             else:
                 others.append(path)
@@ -244,7 +244,7 @@ class FileFinder:
             return "link to a folder" if path.is_dir() else "broken link"
         return ""
 
-    def is_taken(self, path: Path, root: Path) -> bool:
+    def is_to_upload(self, path: Path, root: Path) -> bool:
         """True for a file of a folder that `include` names, or whose format can be read."""
         if self.include.match(path, root):
             return True
@@ -303,7 +303,7 @@ def check_no_saved_dataset(folder: Path, source: TextSource, names: Sequence[str
     if not part and not DATASETS_FILES.issubset(names):
         return
     shown = source.shown(folder)
-    target = free_name(folder.resolve(), ".parquet")
+    target = unused_file_name(folder.resolve(), ".parquet")
     convert = f"d.load_from_disk('{shown}'){part}.to_parquet('{target}')"
     raise InputError(
         f"{shown}: was written by `save_to_disk` of datasets;"
@@ -335,13 +335,13 @@ def left_out_groups(files: Sequence[Path], source: TextSource) -> list[LeftOut]:
     examples = {kind: path for path, kind in kinds.items()}
     groups: dict[str, LeftOut] = {}
     for kind, n_files in Counter(kinds.values()).most_common():
-        group = left_out(kind, examples[kind], source)
+        group = advice_for_kind(kind, examples[kind], source)
         group = groups.setdefault(group.remedy.get("code", group.advice), group)
         group.n_files[kind] = n_files
     return list(groups.values())
 
 
-def left_out(kind: str, example: Path, source: TextSource) -> LeftOut:
+def advice_for_kind(kind: str, example: Path, source: TextSource) -> LeftOut:
     """The advice or remedy for the files of a kind, of which `example` is one."""
     format = format_of_name(example)
     if format is None:

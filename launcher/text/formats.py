@@ -43,7 +43,7 @@ class Format:
     help: str = ""  # what is read of a file, for the help of upload-data and docs/tokens.md
     reader: Reader | None = None  # yields the records of a file
     extractor: Extractor | None = None  # yields the plain text of a file, in parts
-    is_text: bool = False  # True: `include` takes such a file as plain text
+    may_be_plain: bool = False  # True: `include` takes such a file as plain text
     advice: str = ""  # how to make a text of a file that is refused
 
     @property
@@ -64,28 +64,28 @@ PLAIN = Format(
     "plain text",
     ".txt .md",
     help="plain text; each file is a document",
-    is_text=True,
+    may_be_plain=True,
 )
 JSON_LINES = Format(
     "JSON lines",
     ".jsonl .ndjson",
     help="JSON, one object a line",
     reader=read_json_lines,
-    is_text=True,
+    may_be_plain=True,
 )
 JSON = Format(
     "JSON",
     ".json",
     help="JSON, an array of objects, or one",
     reader=read_json,
-    is_text=True,
+    may_be_plain=True,
 )
 TABLE = Format(
     "a table",
     ".csv .tsv",
     help="tables with a header",
     reader=read_table,
-    is_text=True,
+    may_be_plain=True,
 )
 PARQUET = Format(
     "Parquet",
@@ -100,14 +100,14 @@ HTML = Format(
     magic=(rb"(?i)(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html)\b"),
     help="web pages, without their tags",
     extractor=texts_of_page,
-    is_text=True,
+    may_be_plain=True,
 )
 SUBTITLES = Format(
     "subtitles",
     ".srt .vtt",
     help="subtitles, without their times",
     extractor=texts_of_subtitles,
-    is_text=True,
+    may_be_plain=True,
 )
 MAILBOX = Format(
     "a mailbox",
@@ -115,7 +115,7 @@ MAILBOX = Format(
     magic=rb"From \S+[^\n]* \d{4}\r?\n[\w-]+:",
     help="mail, without quotes and attachments",
     extractor=texts_of_mailbox,
-    is_text=True,
+    may_be_plain=True,
 )
 WHATSAPP = Format(
     "a chat of WhatsApp",
@@ -123,7 +123,7 @@ WHATSAPP = Format(
     magic=WHATSAPP_START,
     help="chats that WhatsApp exported, by their lines",
     reader=read_whatsapp,
-    is_text=True,
+    may_be_plain=True,
 )
 ZIP = Format(
     "a zip archive",
@@ -137,7 +137,7 @@ XML = Format(
     "XML",
     ".xml .rss .atom .svg",
     magic=rb"(\xef\xbb\xbf)?\s*<\?xml\b",
-    is_text=True,
+    may_be_plain=True,
     advice='`python -c "import sys, xml.etree.ElementTree as e;'
     " print(*e.parse(sys.argv[1]).getroot().itertext(), sep='')\" {path} > {text}`"
     " makes text of it",
@@ -145,7 +145,7 @@ XML = Format(
 NOTEBOOK = Format(
     "a notebook",
     ".ipynb",
-    is_text=True,
+    may_be_plain=True,
     advice="`jupyter nbconvert --to markdown --stdout {path} > {text}` makes text of it,"
     " `--to script` code",
 )
@@ -280,12 +280,12 @@ def fill_in(advice: str, shown: str) -> str:
         new_path = PurePath("NEW-FILE")
     return advice.format(
         path=shlex.quote(shown),
-        text=shlex.quote(free_name(new_path, ".txt")),
-        parquet=shlex.quote(free_name(new_path, ".parquet")),
+        text=shlex.quote(unused_file_name(new_path, ".txt")),
+        parquet=shlex.quote(unused_file_name(new_path, ".parquet")),
     )
 
 
-def free_name(path: PurePath, suffix: str) -> str:
+def unused_file_name(path: PurePath, suffix: str) -> str:
     """The name of a file to make of another, in the current directory, where it does not exist."""
     name = f"{path.stem}{suffix}"
     number = 1

@@ -92,20 +92,20 @@ def detect_file(
     path: Path,
     encoding: str = "",
     column: str = "text",
-    plain: bool = False,
+    as_plain: bool = False,
     source: str = "",
     me: str = "",
 ) -> File:
     """Find out how to read a file, by its name and its first bytes.
 
-    encoding is used if the file is not UTF-8. plain: the file is plain text, whatever its name is.
-    The other parameters are as in File. Raises InputError if the file cannot be read, or has a
+    encoding is used if the file is not UTF-8. as_plain: the file is plain text, whatever its name
+    is. The other parameters are as in File. Raises InputError if the file cannot be read, or has a
     format that is refused.
     """
     file = File(path.name, path, column=column, me=me, source=source)
     file = replace(file, compression=compression_of(read_beginning(file)))
     beginning = read_beginning(file)
-    format = detect_format(path, beginning, plain)
+    format = detect_format(path, beginning, as_plain)
     if format.is_refused or (format is PARQUET and file.compression):
         advice = advice_for(format, file.shown, file.compression)
         raise InputError(f"{file.shown}: is {format.name}; {advice}")
@@ -118,7 +118,7 @@ def detect_file(
         warning = f"{file.shown}: has times as a chat of WhatsApp has, but is read as text"
         logger.warning(warning, extra={"code": "read-as-chat"})
         format = PLAIN
-    if format is PLAIN and not plain:
+    if format is PLAIN and not as_plain:
         format = guess_format(text, file)
     return replace(file, format=format, encoding=codec)
 
@@ -142,14 +142,14 @@ def codec_of_mark(beginning: bytes) -> str:
     return ""
 
 
-def detect_format(path: Path, beginning: bytes, plain: bool) -> Format:
-    """The format of a file, by its name and its first bytes. plain: PLAIN, if it can be text."""
+def detect_format(path: Path, beginning: bytes, as_plain: bool) -> Format:
+    """The format of a file, by its name and its first bytes. as_plain: PLAIN, if it may be plain."""
     format = PLAIN
-    if not plain:
+    if not as_plain:
         format = format_of_name(path) or PLAIN
     if not format.is_refused:  # a .docx, which is refused by its name, begins as a .zip
         format = format_of_content(beginning) or format
-    if plain and format.is_text:
+    if as_plain and format.may_be_plain:
         return PLAIN
     return format
 
@@ -207,11 +207,11 @@ def open_text(file: File) -> Iterator[io.BufferedReader]:
     try:
         with open_file(file.path) as packed:
             if file.compression is None:
-                yield decoded(packed, file)
+                yield decode_and_extract(packed, file)
             else:
                 with file.compression.open(packed) as unpacked:
                     size = file.path.stat().st_size
-                    yield decoded(bounded(unpacked, file.shown, size), file)
+                    yield decode_and_extract(bounded(unpacked, file.shown, size), file)
     except InputError as error:
         if file.compression and advises_on_plain_file(error):
             unpack = fill_in(file.compression.advice, file.shown)
@@ -226,15 +226,15 @@ def advises_on_plain_file(error: InputError) -> bool:
     return error.code in PLAIN_FILE_CODES or REDIRECT in str(error)
 
 
-def decoded(content: io.BufferedReader, file: File) -> io.BufferedReader:
+def decode_and_extract(content: io.BufferedReader, file: File) -> io.BufferedReader:
     if file.encoding:
         content = as_utf8(content, file.shown, file.encoding)
     if file.format.extractor is not None:
-        content = extracted(content, file.format.extractor)
+        content = extract_text(content, file.format.extractor)
     return content
 
 
-def extracted(content: IO[bytes], extractor: Extractor) -> io.BufferedReader:
+def extract_text(content: IO[bytes], extractor: Extractor) -> io.BufferedReader:
     """The plain text of a file, as UTF-8."""
 
     def make_chunks(content: IO[bytes]) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from typing import Any
 from sm_nanogpt.launcher.errors import InputError, ServiceError, not_installed_error
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.progress import Progress, expect
-from sm_nanogpt.launcher.files.s3 import fsspec_callback, in_parts
+from sm_nanogpt.launcher.files.s3 import fsspec_callback, transfer_options
 from sm_nanogpt.launcher.files.scratch import scratch
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.values import counted, in_units, is_on_s3
@@ -181,7 +181,7 @@ class RemoteFileSystem:
 
     def download(self, key: str, target: Path, progress: Progress) -> None:
         if self.is_s3:
-            self.fs.get_file(key, str(target), **in_parts(progress))
+            self.fs.get_file(key, str(target), **transfer_options(progress))
         else:
             callback = fsspec_callback(progress)
             self.fs.get_file(key, str(target), callback=callback, block_size=0)  # in one request

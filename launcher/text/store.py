@@ -216,7 +216,7 @@ def find_text(typed: str, settings: Settings) -> str:
     names: list[str] = []
     for root in roots:
         with suppress(InputError, ServiceError):
-            names += names_in(root, settings)
+            names += upload_names_in(root, settings)
     raise no_upload_error(typed, names)
 
 
@@ -237,7 +237,7 @@ def upload_suggestion(typed: str, names: Iterable[str]) -> str:
 
 
 def find_by_part(part: str, roots: Iterable[str], settings: Settings) -> str:
-    """The URI of the upload below these roots whose name has a part. See choose.
+    """The URI of the upload below these roots whose name has a part. See choose_upload.
 
     If one root cannot be listed, the others count. Raises InputError or ServiceError if no upload
     matches.
@@ -246,11 +246,11 @@ def find_by_part(part: str, roots: Iterable[str], settings: Settings) -> str:
     failure: InputError | ServiceError | None = None
     for root in roots:
         try:
-            for name in names_in(root, settings):
+            for name in upload_names_in(root, settings):
                 uris.setdefault(name, storage.join(root, name))
         except (InputError, ServiceError) as error:
             failure = error
-    match = choose(part, uris)
+    match = choose_upload(part, uris)
     if match is None:
         if failure is not None:
             raise failure.within(f"cannot find the upload {part!r}")
@@ -260,7 +260,7 @@ def find_by_part(part: str, roots: Iterable[str], settings: Settings) -> str:
     return uris[match]
 
 
-def names_in(root: str, settings: Settings) -> list[str]:
+def upload_names_in(root: str, settings: Settings) -> list[str]:
     """The names of the uploads below a URI that have a manifest."""
     names = []
     for file in storage.list_files(root, settings):
@@ -272,10 +272,10 @@ def names_in(root: str, settings: Settings) -> list[str]:
 
 def local_upload_names(settings: Settings) -> list[str]:
     """The names of the uploads in this machine's store, sorted."""
-    return sorted(names_in(storage.join(store_uri(settings.local_store), "data"), settings))
+    return sorted(upload_names_in(storage.join(store_uri(settings.local_store), "data"), settings))
 
 
-def choose(part: str, names: Iterable[str]) -> str | None:
+def choose_upload(part: str, names: Iterable[str]) -> str | None:
     """Choose the name of an upload that has a part; None if no name has it.
 
     A part is the name without its hash, or else the start or the end of the name. Raises InputError

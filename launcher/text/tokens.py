@@ -79,7 +79,7 @@ def encode(
         mmap.mmap(written.fileno(), 0, access=mmap.ACCESS_READ) as ids,
     ):
         documents = EncodedDocuments(ids, writer.ends, writer.width)
-        parts = split_documents(documents, survey)
+        parts = part_documents(documents, survey)
         shards = {
             name: write_shards(directory, name, documents, part) for name, part in parts.items()
         }
@@ -115,7 +115,7 @@ def encode_documents(files: Sequence[File], survey: Survey, writer: DocumentWrit
         raise InputError("the text changed while it was read; upload it again")
 
 
-def split_documents(documents: EncodedDocuments, survey: Survey) -> dict[str, list[int]]:
+def part_documents(documents: EncodedDocuments, survey: Survey) -> dict[str, list[int]]:
     """The indices of the documents for training and for validation, as `split` returns them."""
     if survey.documents == 1:  # it was cut in two
         return {"train": [0], "val": [1]}

@@ -20,7 +20,7 @@ from sm_nanogpt.launcher.settings import Settings, load_settings
 from sm_nanogpt.launcher.text.store import (
     Upload,
     check_store_directory,
-    choose,
+    choose_upload,
     read_manifest,
     store_uri,
     upload_suggestion,
@@ -29,7 +29,7 @@ from sm_nanogpt.launcher.values import is_on_s3
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredUpload:
     """An upload in a store, and the jobs that read it."""
 
     name: str
@@ -43,7 +43,7 @@ class Stored:
     manifest: Upload | None  # None: incomplete
 
 
-def uploads(settings: Settings | None = None) -> list[Stored]:
+def uploads(settings: Settings | None = None) -> list[StoredUpload]:
     """The uploads in this machine's store and in the store of the settings, newest first.
 
     Raises InputError or ServiceError if AWS did not list all uploads, or all jobs that read them.
@@ -54,12 +54,12 @@ def uploads(settings: Settings | None = None) -> list[Stored]:
     return listed
 
 
-def find_uploads(settings: Settings) -> tuple[list[Stored], InputError | ServiceError | None]:
+def find_uploads(settings: Settings) -> tuple[list[StoredUpload], InputError | ServiceError | None]:
     """As `uploads`, except that an error of AWS is returned, with an incomplete list."""
     check_store_directory(settings)
     listing = Listing(settings, everyone=True)
     jobs = list(listing)
-    listed: list[Stored] = []
+    listed: list[StoredUpload] = []
     try:
         listed += uploads_in(settings.local_store, jobs, settings)
         if settings.reaches_aws:
@@ -81,7 +81,7 @@ def full_name(reference: str, settings: Settings) -> str:
     """
     listed, failure = find_uploads(settings)
     names = {upload.name for upload in listed}
-    name = choose(reference, names)
+    name = choose_upload(reference, names)
     if failure:
         raise failure.within(f"cannot resolve {reference!r} to the name of an upload")
     if name is not None:
@@ -92,7 +92,9 @@ def full_name(reference: str, settings: Settings) -> str:
     return reference
 
 
-def uploads_in(store: str, jobs: Sequence[JobDescription], settings: Settings) -> Iterator[Stored]:
+def uploads_in(
+    store: str, jobs: Sequence[JobDescription], settings: Settings
+) -> Iterator[StoredUpload]:
     """Yield the uploads of texts in a store, and then those of models."""
     for folder, kind in (("data", "text"), ("models", "model")):
         root = storage.join(store_uri(store), folder)
@@ -120,7 +122,7 @@ def stored_upload(
     entries: dict[str, Entry],
     jobs: Sequence[JobDescription],
     settings: Settings,
-) -> Stored:
+) -> StoredUpload:
     """Describe an upload by its files and the jobs that read it."""
     sizes = {file: entry.size for file, entry in entries.items() if file}
     written = max(entry.written for entry in entries.values())
@@ -133,7 +135,7 @@ def stored_upload(
     elif upload.train_tokens:
         kind = "tokens"
     readers = [job for job in jobs if reads(job, uri)]
-    return Stored(
+    return StoredUpload(
         name=name,
         uri=uri,
         kind=kind,
@@ -155,7 +157,7 @@ def reads(job: JobDescription, uri: str) -> bool:
     return text_id(uri) in map(text_id, local_inputs)
 
 
-def delete(upload: Stored, settings: Settings) -> None:
+def delete(upload: StoredUpload, settings: Settings) -> None:
     """Delete an upload. The manifest goes first, so that an interruption leaves no upload."""
     storage.remove(f"{upload.uri}.json", settings)
     storage.remove(upload.uri, settings)

@@ -205,7 +205,7 @@ def test_what_the_refusal_of_xml_advises_makes_text(tmp_path):
 
 def test_a_page_is_text_for_who_includes_it(tmp_path):
     (tmp_path / "a.html").write_text("<html>a</html>")
-    file = detect_file(tmp_path / "a.html", plain=True)
+    file = detect_file(tmp_path / "a.html", as_plain=True)
     assert list(read_pieces(file)) == ["<html>a</html>"]
 
 
@@ -268,7 +268,7 @@ def without_times(content: IO[bytes]) -> Iterator[str]:
 
 def test_a_format_of_texts_needs_its_row_alone(home, cli, tmp_path, monkeypatch):
     verses = formats.Format(
-        "verses", ".of-a-test", help="what is sung", extractor=without_times, is_text=True
+        "verses", ".of-a-test", help="what is sung", extractor=without_times, may_be_plain=True
     )
     monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, verses))
     lines = "".join(f"{n}\n00:00:01 --> 00:00:02\nTo be, or not to be.\n" for n in range(90))
