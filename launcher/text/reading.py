@@ -143,7 +143,10 @@ def codec_of_mark(beginning: bytes) -> str:
 
 
 def detect_format(path: Path, beginning: bytes, as_plain: bool) -> Format:
-    """The format of a file, by its name and its first bytes. as_plain: PLAIN, if it may be plain."""
+    """The format of a file, by its name and its first bytes.
+
+    as_plain: the format is PLAIN, unless it is binary or refused.
+    """
     format = PLAIN
     if not as_plain:
         format = format_of_name(path) or PLAIN
