@@ -104,6 +104,7 @@ UNSUPPORTED: dict[str, Any] = {
     "suffix": None,
 }
 LEAVE_OUT = "not supported here; leave it out"
+# What is wrong with a field that pydantic refused, for fields whose types say too little.
 REFUSALS = {
     "content": "must be text, as a string or as parts of type text; images and null are not taken",
     "prompt": "must be one text, not several and not ids",
@@ -112,8 +113,8 @@ REFUSALS = {
 }
 
 
-def refusal(error: ValidationError) -> str:
-    """Describe the first problem of a request, as REFUSALS does if it has the field."""
+def problem_of_request(error: ValidationError) -> str:
+    """The first problem of a request: that of REFUSALS, if it has the field, or else pydantic's."""
     location = [str(part) for part in error.errors()[0]["loc"]]
     for n, name in enumerate(location, 1):
         if name in REFUSALS:
@@ -261,7 +262,7 @@ def read_request(
     try:
         request = kind.model_validate_json(content)
     except ValidationError as error:
-        raise InputError(refusal(error)) from None
+        raise InputError(problem_of_request(error)) from None
     for name, value in (request.model_extra or {}).items():
         if name in UNSUPPORTED and value and value != UNSUPPORTED[name]:
             raise InputError(f"{name}: {LEAVE_OUT}")
@@ -291,10 +292,10 @@ def start_answer(
     columns = stream_samples(player.model, player.tokenizer, ids, limit, **sampling)
     tokens = (Token(text, number < limit) for number, (text,) in enumerate(columns))
     answer = ChatAnswer(isinstance(request, ChatRequest), player.name, len(ids))
-    return answer, until(tokens, request.stops)
+    return answer, until_stop(tokens, request.stops)
 
 
-def until(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]:
+def until_stop(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]:
     """Yield tokens up to the first text of `stops`.
 
     The first is the one that is complete first; if several are, the longest of them. Tokens in
@@ -305,7 +306,7 @@ def until(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]:
         held.append(token)
         text = "".join(token.text for token in held)
         end = find_stop(text, stops)
-        n_free = len(text) - begun_characters(text, stops) if end is None else end
+        n_free = len(text) - count_begun_characters(text, stops) if end is None else end
         while held and len(held[0].text) <= n_free:
             n_free -= len(held[0].text)
             yield held.pop(0)
@@ -327,7 +328,7 @@ def find_stop(text: str, stops: Sequence[str]) -> int | None:
     return min(spans)[1] if spans else None
 
 
-def begun_characters(text: str, stops: Sequence[str]) -> int:
+def count_begun_characters(text: str, stops: Sequence[str]) -> int:
     """Count the characters at the end of a text that may be the beginning of a stop."""
     n_begun = 0
     for stop in stops:

@@ -10,7 +10,7 @@ from sm_nanogpt.launcher.views.job_fields import texts_of
 
 
 def card(job: JobDescription, curve: Curve | None) -> str:
-    """A job as HTML."""
+    """A job as HTML: a table of its facts, and a drawing of its curve, if it is known."""
     rows = ""
     for label, text in texts_of(job).items():
         if text:
@@ -20,7 +20,8 @@ def card(job: JobDescription, curve: Curve | None) -> str:
 
 
 def drawing(curve: Curve) -> str:
-    """The losses as SVG. The training loss is pale, and the validation loss is strong."""
+    """The losses as SVG, with a caption; '' for fewer than two. The training loss is pale, and the
+    validation loss is strong."""
     training = curve.points("train_loss")
     validation = curve.points("val_loss")
     points = [*training, *validation]
@@ -28,12 +29,13 @@ def drawing(curve: Curve) -> str:
         return ""
     last_step = max(step for step, _ in points) or 1
     losses = [loss for _, loss in points]
-    low, high = min(losses), max(losses)
-    shapes = polyline(training, opacity=0.4) + polyline(validation, opacity=1)
-    box = f'viewBox="0 {-high} {last_step} {high - low or 1}" preserveAspectRatio="none"'
-    drawn = f'<svg width="480" height="130" overflow="visible" {box}>{shapes}</svg>'
+    low = min(losses)
+    high = max(losses)
+    lines = polyline(training, opacity=0.4) + polyline(validation, opacity=1)
+    view_box = f'viewBox="0 {-high} {last_step} {high - low or 1}" preserveAspectRatio="none"'
+    svg = f'<svg width="480" height="130" overflow="visible" {view_box}>{lines}</svg>'
     caption = f"val_loss strong, train_loss pale: {high:.2f} to {low:.2f} in {last_step} steps"
-    return f"{drawn}<br>{caption}"
+    return f"{svg}<br>{caption}"
 
 
 def polyline(points: list[tuple[int, float]], opacity: float) -> str:

@@ -31,9 +31,12 @@ from sm_nanogpt.launcher.models.moments import Moment
 from sm_nanogpt.launcher.models.quantization import GROUP, Quantized
 
 TEMPLATE = Path(__file__).with_name("model.html")
-ENGINE = Path(__file__).with_name("engine.js")
-SLIDER = Path(__file__).with_name("moments.js")
-SCRIPT = Path(__file__).with_name("model_page.js")
+# The scripts of the page, by the comment in the template that each replaces.
+SCRIPTS = {
+    "/*engine*/": Path(__file__).with_name("engine.js"),
+    "/*moments*/": Path(__file__).with_name("moments.js"),
+    "/*page*/": Path(__file__).with_name("model_page.js"),
+}
 # White space as Unicode and Python's `regex` have it; JavaScript's \s has U+FEFF and lacks U+0085.
 SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # older JavaScript has no groups with flags
@@ -41,7 +44,7 @@ CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # older JavaScript has no groups 
 CONTRACTIONS_BY_CASE = "'(?:[sS\u017ftTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
 
 SLOW_PARAMETERS = 30_000_000  # with more, a browser writes more slowly than people read
-GZIP = 31  # the value of zlib's wbits for the header of gzip and the largest window
+GZIP_WBITS = 31  # of zlib: the header of gzip, and the largest window
 ANY_CHARACTER = "[^]"  # in JavaScript
 
 
@@ -169,7 +172,7 @@ def facts_of_moment(moment: Moment | PageMoment, loss: float | None) -> dict[str
 
 
 def layout_of(model: GPT, parameters: Mapping[str, Quantized | Tensor]) -> dict[str, Any]:
-    """What engine.js needs to read the parameters and to compute with them."""
+    """What engine.js needs to read the packed parameters, and to compute with them."""
     return {
         "config": config_of(model),
         "group": GROUP,
@@ -190,11 +193,11 @@ def block_of(kind: str, attribute: str, content: str = "") -> str:
 
 
 def page_with(blocks: Sequence[str], *policies: str) -> str:
-    """Make the page with these blocks. `policies` allow what else it would forbid."""
+    """Make the page with these blocks. Its security policy forbids all requests, but for those that
+    `policies` allow."""
     page = TEMPLATE.read_text(encoding="utf-8")
-    page = page.replace("/*engine*/", ENGINE.read_text(encoding="utf-8"))
-    page = page.replace("/*moments*/", SLIDER.read_text(encoding="utf-8"))
-    page = page.replace("/*page*/", SCRIPT.read_text(encoding="utf-8"))
+    for comment, script in SCRIPTS.items():
+        page = page.replace(comment, script.read_text(encoding="utf-8"))
     (inline,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
     policy = [
@@ -284,5 +287,5 @@ def pack(header: Mapping[str, Any], parameters: Mapping[str, Quantized | Tensor]
 def compress(content: bytes) -> bytes:
     # The codes of weights are frequent or rare, and form no repeated sequences. Z_FILTERED hardly
     # searches for these: the file is 6 % smaller.
-    gzip = zlib.compressobj(9, zlib.DEFLATED, GZIP, 9, zlib.Z_FILTERED)
+    gzip = zlib.compressobj(9, zlib.DEFLATED, GZIP_WBITS, 9, zlib.Z_FILTERED)
     return gzip.compress(content) + gzip.flush()

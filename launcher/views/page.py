@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from sm_nanogpt.launcher.sagemaker.cost import usd
 from sm_nanogpt.launcher.views.job_fields import cost_text
 from sm_nanogpt.launcher.views.report import Report, ReportedRun, value_text
 
-SERIES = {"training": "train_loss", "validation": "val_loss"}
-LINES = (("raw", 1, 0.3), ("training", 1.25, 0.75), ("validation", 2.75, 1.0))  # width, opacity
+SERIES = {"training": "train_loss", "validation": "val_loss"}  # the losses, by series
+# The series that a plot may draw, with the width of the line in pixels and its opacity. The page
+# fills `raw` with the losses as they are, if it smooths those of `training`.
+LINES = (("raw", 1, 0.3), ("training", 1.25, 0.75), ("validation", 2.75, 1.0))
 N_COLORS = 6  # of runs, in report.html; later runs have them again, with other dashes
-DASHES = ((1, 0), (6, 3), (2, 2))
+DASHES = ((1, 0), (6, 3), (2, 2))  # lengths of dash and gap, in pixels
 FONT = "system-ui, 'Helvetica Neue', Helvetica, Arial, sans-serif"
 
 
@@ -37,7 +40,7 @@ def clock_unit(report: Report) -> tuple[float, str]:
     return 3600, "h"
 
 
-def axes(report: Report) -> dict[str, dict[str, str]]:
+def x_axes_of(report: Report) -> dict[str, dict[str, str]]:
     """The x axes for which all runs have values, by name: the title and the format of numbers."""
     x_axes = {
         "step": {"title": "step", "format": ",.0f"},
@@ -87,45 +90,64 @@ def points_of(run: ReportedRun, report: Report) -> Iterator[dict[str, Any]]:
 
 def results(report: Report) -> list[dict[str, Any]]:
     """The result of each run that has one, with the hyperparameters that it is plotted against."""
-    results = []
+    rows = []
     for run in report.runs:
         if run.best:
-            result = {name: run.configuration[name] for name in report.varied}
-            results.append({**result, "run": run.label, "loss": report.score(run)})
-    return results
+            values = {name: run.configuration[name] for name in report.varied}
+            rows.append({**values, "run": run.label, "loss": report.score(run)})
+    return rows
 
 
-def styles(report: Report) -> list[tuple[str, str, list[int]]]:
-    """The label, color and dashes of each run, or else of each series of the only one."""
+@dataclass(frozen=True)
+class Style:
+    """How the lines of a run, or of a series, are drawn."""
+
+    label: str
+    color: str  # of CSS
+    dashes: list[int]  # the lengths of dash and gap, in pixels
+
+
+def styles_of(report: Report) -> list[Style]:
+    """The style of each run, or else of each series of the only one."""
     labels = list(SERIES)
     if len(report.runs) > 1:
         labels = [run.label for run in report.runs]
     colors = [f"var(--run-{index})" for index in range(N_COLORS)]
     colors.append("var(--ink)")
     styles = []
-    for n, label in enumerate(labels):
-        dashes = DASHES[n // len(colors) % len(DASHES)]
-        styles.append((label, colors[n % len(colors)], list(dashes)))
+    for number, label in enumerate(labels):
+        dashes = DASHES[number // len(colors) % len(DASHES)]
+        styles.append(Style(label, colors[number % len(colors)], list(dashes)))
     return styles
 
 
-def line_plot(report: Report, y: str, title: str, series: Sequence[str]) -> dict[str, Any]:
-    """A plot with a line for each run and series. A point shows its value when it is pointed at.
+def color_scale(styles: Sequence[Style]) -> Any:
+    """The scale of Altair that gives each label its color."""
+    import altair as alt
 
-    y is the name of a value of `points`, and title that of the axis.
+    domain = [style.label for style in styles]
+    return alt.Scale(domain=domain, range=[style.color for style in styles])
+
+
+def line_plot(report: Report, value: str, title: str, series: Sequence[str]) -> dict[str, Any]:
+    """A plot of a value against the steps, with a line for each run and series. A point shows its
+    value when it is pointed at.
+
+    value is the name of a value of `points`, title that of the axis, and series has names of LINES.
     """
     import altair as alt
 
-    labels, colors, dashes = zip(*styles(report), strict=True)
-    is_speed = y == "speed"
+    styles = styles_of(report)
+    is_speed = value == "speed"
     y_axis = alt.Axis(format="~s") if is_speed else alt.Axis()
     base = alt.Chart(alt.NamedData("points")).encode(
         x=alt.X("step:Q", title="step", axis=alt.Axis(format=",.0f"), scale=alt.Scale(nice=False)),
-        y=alt.Y(f"{y}:Q", title=title, axis=y_axis, scale=alt.Scale(zero=is_speed)),
-        color=alt.Color("color:N", scale=alt.Scale(domain=labels, range=colors), legend=None),
+        y=alt.Y(f"{value}:Q", title=title, axis=y_axis, scale=alt.Scale(zero=is_speed)),
+        color=alt.Color("color:N", scale=color_scale(styles), legend=None),
     )
-    if len(labels) > N_COLORS + 1:
-        dash_scale = alt.Scale(domain=labels, range=dashes)
+    if len(styles) > N_COLORS + 1:
+        labels = [style.label for style in styles]
+        dash_scale = alt.Scale(domain=labels, range=[style.dashes for style in styles])
         base = base.encode(strokeDash=alt.StrokeDash("color:N", scale=dash_scale, legend=None))
 
     dot = alt.OverlayMarkDef(filled=True, size=26, opacity=1)
@@ -145,7 +167,7 @@ def line_plot(report: Report, y: str, title: str, series: Sequence[str]) -> dict
     opacity_if_nearest = alt.condition(nearest, alt.value(1), alt.value(0))
     hover = base.transform_filter(alt.FieldOneOfPredicate(field="series", oneOf=list(SERIES)))
     hover = hover.mark_point(filled=True, size=70).add_params(nearest)
-    hover = hover.encode(opacity=opacity_if_nearest, tooltip=alt.Tooltip(f"{y}:Q"))
+    hover = hover.encode(opacity=opacity_if_nearest, tooltip=alt.Tooltip(f"{value}:Q"))
     return styled(alt.layer(*layers, hover))
 
 
@@ -153,7 +175,6 @@ def result_plot(report: Report, name: str) -> dict[str, Any]:
     """A plot of the result of each run against a hyperparameter."""
     import altair as alt
 
-    labels, colors, _ = zip(*styles(report), strict=True)
     values = sorted({float(run.configuration[name]) for run in report.runs})
     x_scale = alt.Scale(zero=False, padding=24)
     if values[0] > 0 and values[-1] >= 4 * values[0]:
@@ -164,7 +185,7 @@ def result_plot(report: Report, name: str) -> dict[str, Any]:
     chart = chart.encode(
         x=x.title(name).axis(x_axis).scale(x_scale),
         y=alt.Y("loss:Q", title=f"best {report.unit}", scale=alt.Scale(zero=False, padding=12)),
-        color=alt.Color("run:N", scale=alt.Scale(domain=labels, range=colors), legend=None),
+        color=alt.Color("run:N", scale=color_scale(styles_of(report)), legend=None),
         tooltip=alt.Tooltip("loss:Q"),
     )
     return styled(chart)
@@ -216,7 +237,7 @@ def report_html(report: Report, repeat: Callable[[TrainingJob], str] | None = No
     }
     for name in report.varied:
         plots[f"by-{name}"] = result_plot(report, name)
-    x_axes = axes(report)
+    x_axes = x_axes_of(report)
     titles = {"loss": report.unit, "rate": "learning rate", "speed": "tokens/s"}
     for name, axis in x_axes.items():
         titles[name] = axis["title"]
@@ -236,7 +257,7 @@ def report_html(report: Report, repeat: Callable[[TrainingJob], str] | None = No
             "points": list(points(report)),
             "results": results(report),
         },
-        styles=styles(report),
+        styles=styles_of(report),
         javascript=javascript(),
         font=FONT,
         now=time.time(),

@@ -34,9 +34,10 @@ from sm_nanogpt.launcher.views.model_page import (
 
 logger = logging.getLogger(__name__)
 
-SAMPLES, SAMPLE_TOKENS = 100, 500  # in which copies of the training text are looked for
-COPIES_BYTES = 200  # more than the card's line of copies adds to a page
-MOMENTS_BYTES = 20_000_000  # default limit of a page with moments; mails may hardly be larger
+N_SAMPLES = 100  # in which copies of the training text are looked for
+SAMPLE_TOKENS = 500  # of each
+MAX_COPIES_LINE_BYTES = 200  # what the card's line of copies adds to a page, at most
+DEFAULT_LIMIT = 20_000_000  # bytes of a page with moments; mails may hardly be larger
 UNMEASURED = "neither the cost of rounding nor copies are measured"  # if the text is not here
 
 
@@ -76,15 +77,19 @@ def save_model_page(
     moments = read_moments(directory, model)
     if n_moments is not None and n_moments > 1 and not moments:
         raise InputError(f"the run kept no moments; train one with moments={n_moments}")
+    title = name
+    limit = None
+    if job is not None:
+        title = job.name or job.job_id
+        limit = job.page_limit
     draft = PageDraft(
         model,
         tokenizer,
         training_corpus(name, directory, settings, UNMEASURED),
-        title=job.name or job.job_id if job else name,
+        title=title,
         card=card_for(directory, job),
         bits=bits,
     )
-    limit = job.page_limit if job else None
     return save_page(draft, path, limit, moments, n_moments)
 
 
@@ -99,7 +104,7 @@ def save_page(
 
     limit: the bytes that the page may have. To stay below it, the weights get fewer bits than they
     should, unless the draft says how many. The page shows n_moments of the moments, of which the
-    last is the model; by default, as many as the limit, or else MOMENTS_BYTES, allows. Raises
+    last is the model; by default, as many as the limit, or else DEFAULT_LIMIT, allows. Raises
     InputError if the page cannot be so small, or if the file cannot be written.
     """
     if limit is not None and draft.bits is None:
@@ -108,13 +113,13 @@ def save_page(
 
     moments_limit = None
     if n_moments is None:
-        moments_limit = MOMENTS_BYTES if limit is None else limit
-        content, shown = draft.with_moments_below(moments_limit, moments)
+        moments_limit = DEFAULT_LIMIT if limit is None else limit
+        content, shown_moments = draft.with_moments_below(moments_limit, moments)
     else:
-        shown = evenly_spaced(moments, n_moments)
-        content = draft.content(shown)
+        shown_moments = evenly_spaced(moments, n_moments)
+        content = draft.content(shown_moments)
     write_bytes(str(path), content)
-    description = describe_moments(shown, len(moments), moments_limit)
+    description = describe_moments(shown_moments, len(moments), moments_limit)
     return SavedPage(path, len(content), draft.rounding, draft.copied, description)
 
 
@@ -155,7 +160,7 @@ class PageDraft:
 
         Raises InputError if the fewest bits are too many.
         """
-        size = len(self.content()) + COPIES_BYTES
+        size = len(self.content()) + MAX_COPIES_LINE_BYTES
         while size > limit:
             excess = f"with {self.rounding.bits} bits a weight the page has {in_units(size)}"
             problem = f"{excess}, and its job was launched for {in_units(limit)}"
@@ -163,7 +168,7 @@ class PageDraft:
                 raise InputError(problem, "bits-over-limit")
             logger.info(f"{problem}: fewer bits")
             self.rounding = round_weights(self.model, self.corpus, self.rounding.bits - 1)
-            size = len(self.content()) + COPIES_BYTES
+            size = len(self.content()) + MAX_COPIES_LINE_BYTES
 
     def measure_copies(self) -> None:
         """Measure how much samples copy from the training text, if that is here."""
@@ -185,16 +190,18 @@ class PageDraft:
         return content, shown
 
     def round_moments(self, moments: Sequence[Moment]) -> list[PageMoment]:
-        """The moments, rounded to the bits of the model, which is the last one."""
-        *earlier, end = moments
-        for moment in earlier:
+        """The moments, rounded to the bits of the model, which is the last one. Those that were
+        rounded before are kept, as the bits do not change any more."""
+        *earlier_moments, last = moments
+        rounded_moments = []
+        for moment in earlier_moments:
             if moment.step not in self.rounded_moments:
                 rounded = round_moment(moment, self.corpus, self.rounding.bits)
                 self.rounded_moments[moment.step] = rounded
-        rounded_moments = [self.rounded_moments[moment.step] for moment in earlier]
-        loss = self.rounding.rounded_loss
-        page_end = PageMoment(end.step, loss, self.rounding.parameters, end.generation)
-        return [*rounded_moments, page_end]
+            rounded_moments.append(self.rounded_moments[moment.step])
+        rounding = self.rounding
+        model = PageMoment(last.step, rounding.rounded_loss, rounding.parameters, last.generation)
+        return [*rounded_moments, model]
 
 
 def round_moment(moment: Moment, corpus: Corpus | None, bits: int) -> PageMoment:
@@ -209,7 +216,7 @@ def round_moment(moment: Moment, corpus: Corpus | None, bits: int) -> PageMoment
 
 def describe_copies(n_bytes: int) -> str:
     """Describe the longest passage of the training text in the samples."""
-    return f"{n_bytes} bytes, the longest passage of the training text in {SAMPLES} samples"
+    return f"{n_bytes} bytes, the longest passage of the training text in {N_SAMPLES} samples"
 
 
 def describe_moments(moments: Sequence[Moment], n_kept: int, limit: int | None) -> str:
@@ -234,7 +241,7 @@ def describe_moments(moments: Sequence[Moment], n_kept: int, limit: int | None) 
 
 def count_copied_bytes(model: GPT, tokenizer: Tokenizer, corpus: Corpus) -> int:
     """The bytes of the longest run of a model's samples that its training text contains."""
-    samples = [""] * SAMPLES
-    for pieces in stream_samples(model, tokenizer, None, SAMPLE_TOKENS, SAMPLES):
+    samples = [""] * N_SAMPLES
+    for pieces in stream_samples(model, tokenizer, None, SAMPLE_TOKENS, N_SAMPLES):
         samples = [sample + piece for sample, piece in zip(samples, pieces, strict=True)]
     return longest_copy(training_of(corpus).content, samples)

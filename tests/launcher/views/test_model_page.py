@@ -35,7 +35,7 @@ from sm_nanogpt.launcher.views.saved_page import PageDraft, save_page
 @pytest.fixture(autouse=True)
 def few_samples(monkeypatch):
     """In which copies of the training text are looked for: drawing them takes most of the time."""
-    monkeypatch.setattr(saved_page, "SAMPLES", 2)
+    monkeypatch.setattr(saved_page, "N_SAMPLES", 2)
     monkeypatch.setattr(saved_page, "SAMPLE_TOKENS", 20)
 
 
@@ -198,7 +198,7 @@ def test_a_page_takes_the_moments_that_fit_it(tmp_path, monkeypatch):
     draft = PageDraft(model, LETTERS, None, "a model", {})
     alone = save_page(draft, tmp_path / "alone.html").size
     limit = 3 * alone
-    monkeypatch.setattr(saved_page, "MOMENTS_BYTES", limit)
+    monkeypatch.setattr(saved_page, "DEFAULT_LIMIT", limit)
     page = save_page(draft, tmp_path / "some.html", moments=moments)
     assert page.size <= limit
     assert 0 < page.path.read_text().count('class="moment"') < 7

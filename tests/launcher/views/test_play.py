@@ -19,7 +19,7 @@ from served import LETTERS, WISH, Site
 
 from sm_nanogpt import Job, Settings, stream_samples
 from sm_nanogpt.launcher.cli.models import player_of
-from sm_nanogpt.launcher.views.api import Token, until
+from sm_nanogpt.launcher.views.api import Token, until_stop
 from sm_nanogpt.launcher.views.model_card import summary_in
 from sm_nanogpt.launcher.views.model_page import page_of
 from sm_nanogpt.launcher.views.play import Player, listen
@@ -145,7 +145,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=4)
 @given(st.lists(st.text("ab", min_size=1, max_size=4)), STOPS)
 def test_the_stop_string_that_is_complete_first_ends_the_text(pieces, stops):
     """Of two that begin at the same place, the longer one ends it."""
-    tokens = [token.text for token in until(map(Token, pieces), stops)]
+    tokens = [token.text for token in until_stop(map(Token, pieces), stops)]
     assert "".join(tokens) == text_before_stop("".join(pieces), stops)
     *whole_tokens, _ = tokens or [""]
     assert whole_tokens == pieces[: len(whole_tokens)]
@@ -164,7 +164,7 @@ def text_before_stop(text: str, stops: list[str]) -> str:
 @pytest.mark.parametrize("stops", [["STOP"], ["TO", "STOP", "c" * 10**6] * 500])
 def test_what_cannot_begin_a_stop_string_is_not_held_back(stops):
     pieces = iter(["a", "S", "b", "d"])
-    tokens = until(map(Token, pieces), stops)
+    tokens = until_stop(map(Token, pieces), stops)
     assert [next(tokens).text for _ in range(3)] == ["a", "S", "b"]
     assert list(pieces) == ["d"]
 
