@@ -157,13 +157,13 @@ def sketch(points: Sequence[tuple[float, float]], width: int = 60, height: int =
     labels[-1] = f"{low:.3f}"
     labels[0] = f"{high:.3f}"
 
-    dots = []  # for each column, the row of its dot from the top
+    dot_rows = []  # of the dot of each column, counted from the top
     for value in interpolate(points, width * DOTS_ACROSS):
-        depth = (high - value) / ((high - low) or 1)
-        dots.append(round(depth * (height * DOTS_DOWN - 1)))
+        depth = (high - value) / ((high - low) or 1)  # 0 at the top, 1 at the bottom
+        dot_rows.append(round(depth * (height * DOTS_DOWN - 1)))
 
     lines = []
-    for label, characters in zip(labels, braille(dots, width, height), strict=True):
+    for label, characters in zip(labels, braille(dot_rows, width, height), strict=True):
         lines.append(f"{label:>9} {characters}".rstrip())
     first_step = f"{points[0][0]:g}"
     last_step = f"{points[-1][0]:g}"
@@ -181,18 +181,18 @@ def interpolate(points: Sequence[tuple[float, float]], n_columns: int) -> list[f
         index = min(max(bisect_left(steps, step), 1), len(points) - 1)
         step_before, value_before = points[index - 1]
         step_after, value_after = points[index]
-        share = 1.0
+        weight = 1.0  # of the value after the step
         if step_after > step_before:
-            share = min(1.0, (step - step_before) / (step_after - step_before))
-        values.append(value_before + (value_after - value_before) * share)
+            weight = min(1.0, (step - step_before) / (step_after - step_before))
+        values.append(value_before + (value_after - value_before) * weight)
     return values
 
 
-def braille(dots: Sequence[int], width: int, height: int) -> list[str]:
+def braille(dot_rows: Sequence[int], width: int, height: int) -> list[str]:
     """Draw a dot in each column, connected to the dot before it, as lines of characters."""
     cells = [[BRAILLE] * width for _ in range(height)]
-    last_row = dots[0]
-    for column, row in enumerate(dots):
+    last_row = dot_rows[0]
+    for column, row in enumerate(dot_rows):
         bits = DOT_BITS[column % DOTS_ACROSS]
         for dot_row in dot_rows_between(last_row, row):
             cells[dot_row // DOTS_DOWN][column // DOTS_ACROSS] |= bits[dot_row % DOTS_DOWN]

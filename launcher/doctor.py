@@ -35,7 +35,7 @@ OK = "ok"
 WARNING = "warning"
 FAILURE = "failure"
 
-TRAINING_TIMEOUT = 300  # seconds, for a run that takes ten
+TRAINING_TIMEOUT_SECONDS = 300  # for a run that takes ten
 
 
 class Doubt(ServiceError):
@@ -56,7 +56,7 @@ class Finding:
 
     @property
     def ends_checks(self) -> bool:
-        """True if the check failed and all later checks need what it checked."""
+        """True if the check failed, and all later checks depend on it."""
         return self.result == FAILURE and self.check in ("credentials", "stack")
 
 
@@ -105,7 +105,7 @@ def check_training(context: Context) -> Answer:
         request = Request(instance=LOCAL, data=str(text), hyperparameters=hyperparameters)
         job = prepare(request, settings).submit()
         try:
-            description = job.wait_for_end(timeout=TRAINING_TIMEOUT)
+            description = job.wait_for_end(timeout=TRAINING_TIMEOUT_SECONDS)
         finally:
             # The job outlives this process, and its home is deleted next.
             LocalBackend(settings).stop(job.id)
@@ -124,7 +124,7 @@ def check_sandbox(context: Context) -> Answer:
 
 
 def check_credentials(context: Context) -> Answer:
-    """Check that the profile and the region are known, and that AWS knows the caller."""
+    """Check that AWS knows the caller, for which it needs a profile or keys, and a region."""
     caller = context.account.client("sts").get_caller_identity()
     return f"{caller['Arn']}, in {context.account.region}"
 
@@ -170,13 +170,14 @@ def check_store(context: Context) -> Answer:
 def check_price(context: Context) -> Answer:
     prices = Prices(context.settings)
     price = prices.of(context.instance)
-    if prices.trouble or price is None:
-        unknown = f"the price of {context.instance} in {prices.region} is unknown"
-        return Doubt(prices.trouble or unknown)
+    if prices.trouble:
+        return Doubt(prices.trouble)
+    if price is None:
+        return Doubt(f"the price of {context.instance} in {prices.region} is unknown")
     return f"{usd(price.per_hour)} an hour, by {price.source}"
 
 
-QUOTA_SUFFIX = " for training job usage"
+QUOTA_SUFFIX = " for training job usage"  # of the name of a quota, which begins with the type
 
 
 def check_quota(context: Context) -> Answer:
@@ -186,7 +187,7 @@ def check_quota(context: Context) -> Answer:
     except ServiceError as error:
         return Doubt(f"could not check the quotas of instances: {error}", error.code, **error.facts)
     if not context.instance:
-        return usable_gpus(quotas)
+        return list_usable_gpus(quotas)
     name = f"{context.instance}{QUOTA_SUFFIX}"
     n_instances = quotas.get(context.instance)
     if n_instances is None:
@@ -210,8 +211,9 @@ def training_quotas(context: Context) -> dict[str, float]:
     return quotas
 
 
-def usable_gpus(quotas: Mapping[str, float]) -> Answer:
-    """List the types with GPUs that training jobs may use, with the numbers of instances."""
+def list_usable_gpus(quotas: Mapping[str, float]) -> Answer:
+    """List the types with GPUs that training jobs may use, with the numbers of instances; a Doubt
+    if there are none."""
     usable = []
     for name, n_instances in sorted(quotas.items()):
         if n_instances >= 1 and looks_like_gpu(name):
@@ -229,9 +231,10 @@ def uses_aws(settings: Settings, instance: str | None) -> bool:
 
 
 def run_checks(settings: Settings, instance: str | None, train: bool) -> Iterator[Finding]:
-    """Run the checks of the account, if jobs would use it.
+    """Run the checks, and yield what each finds: first those of this machine, if `train`; then
+    those of the account, if jobs would use it.
 
-    If `train`, first check that this machine can train.
+    A failure on which all later checks depend is the last finding.
     """
     checks: dict[str, Check] = {}
     if train:

@@ -51,18 +51,18 @@ class Job(TrackedJob):
     does. All raise ServiceError, or one of its subclasses, if the job is gone or a service fails.
     """
 
-    _last: JobDescription | None = field(default=None, repr=False, compare=False)
+    _last_description: JobDescription | None = field(default=None, repr=False, compare=False)
 
     def describe(self) -> JobDescription:
         """The state of the job now, with its cost, name and settings."""
-        self._last = super().describe()
-        return self._last
+        self._last_description = super().describe()
+        return self._last_description
 
     @property
     def _description(self) -> JobDescription:
-        """The state of the job: the last known one, if it cannot change any more, else the state
-        now."""
-        last = self._last
+        """The state of the job: the last one that was read, if it cannot change any more, or else
+        the state now."""
+        last = self._last_description
         if last is None or last.is_running or last.has_open_pool(time.time()):
             return self.describe()
         return last
@@ -190,10 +190,10 @@ class Job(TrackedJob):
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write a report as one HTML file (default: report-ID.html), and return its path."""
-        file = path_of(plain(path) or f"report-{self.id}.html")
+        report_path = path_of(plain(path) or f"report-{self.id}.html")
         report = compare(read_runs([self.id], self.settings))
-        write_bytes(str(file), report_html(report).encode())
-        return file
+        write_bytes(str(report_path), report_html(report).encode())
+        return report_path
 
     def page(
         self,
@@ -211,7 +211,7 @@ class Job(TrackedJob):
         """
         from sm_nanogpt.launcher.views.saved_page import save_model_page
 
-        file = path_of(plain(path) or f"model-{self.id}.html")
+        page_path = path_of(plain(path) or f"model-{self.id}.html")
         model_directory = self.model()
         model, tokenizer = self._loaded
         save_model_page(
@@ -219,13 +219,13 @@ class Job(TrackedJob):
             directory=model_directory,
             model=model,
             tokenizer=tokenizer,
-            path=file,
+            path=page_path,
             settings=self.settings,
             job=self.describe(),
             bits=bits,
             n_moments=moments,
         )
-        return file
+        return page_path
 
     def delete(self, keep_model: bool = False, *, confirmed: bool = False) -> None:
         """Delete the job and its files, here and on S3; with keep_model, keep its fetched model.
@@ -238,7 +238,7 @@ class Job(TrackedJob):
         if keep_model:
             fetch.keep_model(files.job, self.settings)
         self.remove(files.sizes)
-        self._last = None
+        self._last_description = None
 
     def resume(self, *, confirmed: bool = False, **changes: Any) -> Job:
         """Launch a job that continues from this job's checkpoint. changes: fields of Request."""
@@ -340,12 +340,13 @@ def sweep(
 def job(reference: str = "latest", settings: Settings | None = None) -> Job:
     """The job with a full id, a name or a part of an id, or `latest`.
 
-    A full id may be that of somebody else's job. It is not looked up before the job is used.
+    A full id may be that of somebody else's job. It is not looked up before the job is used. Raises
+    Missing if any other reference means no job.
     """
     settings = settings or load_settings()
     job_id = full_id(plain(reference), settings)
     if not FULL_ID.fullmatch(job_id):
-        find(job_id, settings)  # says that there is none
+        find(job_id, settings)  # raises Missing
     return Job(job_id, settings)
 
 

@@ -27,7 +27,8 @@ class JobFiles:
     """The files of a job that has ended."""
 
     job: JobDescription
-    sizes: Mapping[str, Mapping[str, int]]  # bytes by file, by directory or prefix
+    # The bytes of each file, by the URI of its directory or prefix, and by its path below that.
+    sizes: Mapping[str, Mapping[str, int]]
 
     @property
     def size(self) -> int:
@@ -169,17 +170,13 @@ class TrackedJob:
         locations = list(backend.directories(self.id))
         if not keep_model:
             locations.insert(0, storage.to_uri(self.settings.models_dir / self.id))
-        problem = ""
         if description.has_open_pool(time.time()):  # AWS would refuse after the files are deleted
-            limit = description.keep_alive
-            problem = f"job {self.id} has a warm pool for up to {limit} s after its end"
-            problem += "; delete it then"
+            pool = f"a warm pool for up to {description.keep_alive} s after its end"
+            raise ServiceError(f"job {self.id} has {pool}; delete it then")
         for location in locations:
             path = storage.local_path(location)
             if path is not None and path.is_symlink():  # it may lead to files that are not ours
-                problem = f"{path} is a link; remove it by hand"
-        if problem:
-            raise ServiceError(problem)
+                raise ServiceError(f"{path} is a link; remove it by hand")
 
         sizes = {location: storage.list_files(location, self.settings) for location in locations}
         return JobFiles(description, sizes)
@@ -219,7 +216,7 @@ def with_costs(jobs: Sequence[JobDescription], settings: Settings) -> list[JobDe
 
 
 class NotYours(InputError):
-    """Somebody else owns a job that would be stopped or deleted. `owner` is who."""
+    """Somebody else, `owner`, owns a job that would be stopped or deleted."""
 
 
 def other_owner(job: JobDescription, settings: Settings) -> str:
