@@ -160,7 +160,7 @@ def test_a_slow_trial_run_is_stopped_first(home, tmp_path, monkeypatch):
         return description
 
     monkeypatch.setattr(TrackedJob, "wait_for_end", noted)
-    monkeypatch.setattr(doctor, "TRAINING_TIMEOUT", 0.1)
+    monkeypatch.setattr(doctor, "TRAINING_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setenv("NANOGPT_FAULT", "0:0:hang")  # until it is asked to stop
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(ServiceError, match=r"is still \w+ after 0\.1 s"):
