@@ -43,7 +43,7 @@ class Format:
     help: str = ""  # what is read of a file, for the help of upload-data and docs/tokens.md
     reader: Reader | None = None  # yields the records of a file
     extractor: Extractor | None = None  # yields the plain text of a file, in parts
-    may_be_plain: bool = False  # True: `include` takes such a file as plain text
+    is_binary: bool = False  # False: `include` takes such a file as plain text
     advice: str = ""  # how to make a text of a file that is refused
 
     @property
@@ -64,32 +64,29 @@ PLAIN = Format(
     "plain text",
     ".txt .md",
     help="plain text; each file is a document",
-    may_be_plain=True,
 )
 JSON_LINES = Format(
     "JSON lines",
     ".jsonl .ndjson",
     help="JSON, one object a line",
     reader=read_json_lines,
-    may_be_plain=True,
 )
 JSON = Format(
     "JSON",
     ".json",
     help="JSON, an array of objects, or one",
     reader=read_json,
-    may_be_plain=True,
 )
 TABLE = Format(
     "a table",
     ".csv .tsv",
     help="tables with a header",
     reader=read_table,
-    may_be_plain=True,
 )
 PARQUET = Format(
     "Parquet",
     ".parquet",
+    is_binary=True,
     magic=b"PAR1",
     help="tables, as those of the Hub",
     reader=read_parquet,
@@ -100,14 +97,12 @@ HTML = Format(
     magic=(rb"(?i)(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html)\b"),
     help="web pages, without their tags",
     extractor=texts_of_page,
-    may_be_plain=True,
 )
 SUBTITLES = Format(
     "subtitles",
     ".srt .vtt",
     help="subtitles, without their times",
     extractor=texts_of_subtitles,
-    may_be_plain=True,
 )
 MAILBOX = Format(
     "a mailbox",
@@ -115,7 +110,6 @@ MAILBOX = Format(
     magic=rb"From \S+[^\n]* \d{4}\r?\n[\w-]+:",
     help="mail, without quotes and attachments",
     extractor=texts_of_mailbox,
-    may_be_plain=True,
 )
 WHATSAPP = Format(
     "a chat of WhatsApp",
@@ -123,11 +117,11 @@ WHATSAPP = Format(
     magic=WHATSAPP_START,
     help="chats that WhatsApp exported, by their lines",
     reader=read_whatsapp,
-    may_be_plain=True,
 )
 ZIP = Format(
     "a zip archive",
     ".zip",
+    is_binary=True,
     magic=rb"PK\x03\x04",
     help="chats that a program exported",
     reader=read_zip,
@@ -137,7 +131,6 @@ XML = Format(
     "XML",
     ".xml .rss .atom .svg",
     magic=rb"(\xef\xbb\xbf)?\s*<\?xml\b",
-    may_be_plain=True,
     advice='`python -c "import sys, xml.etree.ElementTree as e;'
     " print(*e.parse(sys.argv[1]).getroot().itertext(), sep='')\" {path} > {text}`"
     " makes text of it",
@@ -145,13 +138,13 @@ XML = Format(
 NOTEBOOK = Format(
     "a notebook",
     ".ipynb",
-    may_be_plain=True,
     advice="`jupyter nbconvert --to markdown --stdout {path} > {text}` makes text of it,"
     " `--to script` code",
 )
 TAR = Format(
     "an archive",
     ".tar .tgz",
+    is_binary=True,
     magic=rb".{257}ustar",
     advice="unpack it: `tar -xkf {path}`",
 )
@@ -171,6 +164,7 @@ FORMATS = (
     Format(
         "an Arrow file",
         ".arrow",
+        is_binary=True,
         advice='`python -c "import sys, datasets as d;'
         ' d.Dataset.from_file(sys.argv[1]).to_parquet(sys.argv[2])" {path} {parquet}`'
         " makes Parquet of it",
@@ -178,6 +172,7 @@ FORMATS = (
     Format(
         "a Feather file",
         ".feather",
+        is_binary=True,
         magic=rb"ARROW1|FEA1",
         advice='`python -c "import sys, pandas as p;'
         ' p.read_feather(sys.argv[1]).to_parquet(sys.argv[2])" {path} {parquet}`'
@@ -187,42 +182,49 @@ FORMATS = (
     Format(
         "a PDF",
         ".pdf",
+        is_binary=True,
         magic=b"%PDF-",
         advice="`pdftotext {path} {text}` makes text of it",
     ),
     Format(
         "a document",
         ".docx .odt .epub .fb2 .rtf",
+        is_binary=True,
         magic=rb"\{\\rtf",
         advice="`pandoc -t plain -o {text} {path}` makes text of it",
     ),
     Format(
         "an Office file",
         ".doc .ppt .pptx .xls .xlsx .ods",
+        is_binary=True,
         magic=rb"\xd0\xcf\x11\xe0",
         advice="save a text as .txt or .docx, and a table as .csv",
     ),
     Format(
         "a bzip2 file",
         ".bz2",
+        is_binary=True,
         magic=rb"BZh",
         advice="unpack it: `bunzip2 -k {path}`",
     ),
     Format(
         "an xz file",
         ".xz",
+        is_binary=True,
         magic=rb"\xfd7zXZ",
         advice="unpack it: `unxz -k {path}`",
     ),
     Format(
         "a pickle",
         ".pkl .pickle .pt .pth",
+        is_binary=True,
         magic=rb"\x80[\x02-\x05]",
         advice="let the program that wrote it write its texts, as .txt or .jsonl",
     ),
     Format(
         "an image",
         ".png .jpg .jpeg .gif .tif .tiff",
+        is_binary=True,
         magic=rb"\x89PNG|\xff\xd8\xff|GIF8|II\*\0",
         advice="`tesseract {path} stdout > {text}` reads the text in it",
     ),

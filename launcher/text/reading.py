@@ -24,7 +24,6 @@ from sm_nanogpt.launcher.text.encodings import as_utf8, read_text
 from sm_nanogpt.launcher.text.exports import REDIRECT
 from sm_nanogpt.launcher.text.formats import (
     JSON,
-    PARQUET,
     PLAIN,
     TABLE,
     WHATSAPP,
@@ -106,12 +105,12 @@ def detect_file(
     file = replace(file, compression=compression_of(read_beginning(file)))
     beginning = read_beginning(file)
     format = detect_format(path, beginning, as_plain)
-    if format.is_refused or (format is PARQUET and file.compression):
+    if format.is_refused or (format.is_binary and file.compression):
         advice = advice_for(format, file.shown, file.compression)
         raise InputError(f"{file.shown}: is {format.name}; {advice}")
 
     codec = codec_of_mark(beginning)
-    if encoding and not codec and format is not PARQUET and not is_utf8_file(file, encoding):
+    if encoding and not (codec or format.is_binary) and not is_utf8_file(file, encoding):
         codec = encoding
     text = beginning.decode(codec or "utf-8", "ignore").lstrip("\ufeff\r\n")
     if format is WHATSAPP and not holds_chat(file, codec):
@@ -152,7 +151,7 @@ def detect_format(path: Path, beginning: bytes, as_plain: bool) -> Format:
         format = format_of_name(path) or PLAIN
     if not format.is_refused:  # a .docx, which is refused by its name, begins as a .zip
         format = format_of_content(beginning) or format
-    if as_plain and format.may_be_plain:
+    if as_plain and not format.is_binary:
         return PLAIN
     return format
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import zipfile
 from pathlib import Path
@@ -11,6 +12,9 @@ from exported import conversations
 
 from sm_nanogpt import InputError
 from sm_nanogpt.launcher.text.archives import OTHER_FILE
+from sm_nanogpt.launcher.text.documents import documents_in
+from sm_nanogpt.launcher.text.reading import detect_file
+from sm_nanogpt.launcher.text.skipped import Skipped
 
 WHATSAPP = "12/03/24, 14:05 - Ann: How are you?\n12/03/24, 14:06 - Bob: Fine.\n"
 MESSAGES = [
@@ -42,6 +46,20 @@ def zip_of(path: Path, contents: dict[str, str]) -> Path:
 def test_an_export_is_found_by_what_is_in_it(tmp_path, name, content, me):
     path = zip_of(tmp_path / "export.zip", {name: content})
     assert conversations(path, me)[0] == [CHAT]
+
+
+def test_an_encoding_is_not_for_an_archive(tmp_path):
+    path = zip_of(tmp_path / "export.zip", {"chat.txt": WHATSAPP})
+    file = detect_file(path, encoding="cp1252", me="Bob")
+    assert [list(document.pieces) for document in documents_in(file, Skipped())] == [CHAT]
+
+
+def test_a_packed_archive_is_to_be_unpacked_first(tmp_path):
+    archive = zip_of(tmp_path / "export.zip", {"chat.txt": WHATSAPP})
+    packed = tmp_path / "export.zip.gz"
+    packed.write_bytes(gzip.compress(archive.read_bytes()))
+    with pytest.raises(InputError, match=r"is a zip archive; `gunzip -k \S*` unpacks it"):
+        detect_file(packed)
 
 
 def test_the_archive_of_slack_has_the_names_of_people(tmp_path):

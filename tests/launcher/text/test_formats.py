@@ -267,9 +267,7 @@ def without_times(content: IO[bytes]) -> Iterator[str]:
 
 
 def test_a_format_of_texts_needs_its_row_alone(home, cli, tmp_path, monkeypatch):
-    verses = formats.Format(
-        "verses", ".of-a-test", help="what is sung", extractor=without_times, may_be_plain=True
-    )
+    verses = formats.Format("verses", ".of-a-test", help="what is sung", extractor=without_times)
     monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, verses))
     lines = "".join(f"{n}\n00:00:01 --> 00:00:02\nTo be, or not to be.\n" for n in range(90))
     (tmp_path / "songs").mkdir()
