@@ -135,8 +135,9 @@ class Request(TrainingRequest):
             problem = "must be given: local, or a type such as ml.g5.12xlarge"
             raise InputError(problem, field="instance")
         self.backend_class.check_fields(self)
+        explicit = self.explicit_fields()
         for name in ("size", "preset", "resume", "init_from"):
-            if name not in self.explicit_fields():
+            if name not in explicit:
                 continue
             problem = f"`{name}=` sets the size of the model too; give one of the two"
             if self.size is not None and name != "size":
@@ -229,20 +230,22 @@ class Request(TrainingRequest):
                 names.append(name)
         return {name: getattr(config, name) for name in names}
 
-    def config(self, world_size: int, defaults: dict[str, Scalar] | None = None) -> Any:
-        """The Config of the training folder, which `source` caches.
+    def config(self, world_size: int = 1, defaults: dict[str, Scalar] | None = None) -> Any:
+        """The Config of the training folder. `source` caches those that were checked.
 
         world_size: the number of processes that have to be able to share a batch. defaults: a value
         for every field of the Config; None: its own.
         """
         source = self.source
         key = json.dumps([self.preset, self.hyperparameters, defaults])
+        config = source.configs.get(key)
+        if config is not None and world_size == 1:
+            return config
         with about("hyperparameters", self.hyperparameters), source.user_errors():
-            config = source.configs.get(key)
             if config is None:
                 config = self._make_config(source, defaults)
-                source.configs[key] = config
             config.check_world_size(world_size)
+        source.configs[key] = config
         return config
 
     def _make_config(self, source: Source, defaults: dict[str, Scalar] | None) -> Any:

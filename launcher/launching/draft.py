@@ -71,10 +71,10 @@ class Draft:
 
     def take_over_earlier_job(self) -> None:
         """Fill the request from the job that it resumes."""
-        with about("resume", self.request.resume):
-            earlier = find_earlier_job(self.request, self.settings)
-        if earlier is None:
+        if self.request.resume is None:
             return
+        with about("resume", self.request.resume):
+            earlier = find_earlier_job(self.request, self.request.resume, self.settings)
         check_reach(self.request, earlier)
         self.request = with_earlier_folder(self.request, earlier.job, self.settings)
         self.earlier = with_known_hyperparameters(self.request, earlier)

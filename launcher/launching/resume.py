@@ -35,15 +35,12 @@ class EarlierJob(NamedTuple):
     description: JobDescription
 
 
-def find_earlier_job(request: Request, settings: Settings) -> EarlierJob | None:
-    """Find the job that a request resumes; None if it resumes none. A dry run also asks AWS for it.
+def find_earlier_job(request: Request, reference: str, settings: Settings) -> EarlierJob:
+    """Find the job that a request resumes, by its id or name. A dry run also asks AWS for it.
 
     Raises InputError if the request sets fields for new runs, and ServiceError if the job still
     runs, or has no checkpoint.
     """
-    if request.resume is None:
-        return None
-
     new_run_fields = {"init_from": request.init_from, "teacher": request.teacher}
     if request.preset == "auto":
         new_run_fields["preset"] = request.preset
@@ -51,11 +48,11 @@ def find_earlier_job(request: Request, settings: Settings) -> EarlierJob | None:
         if value is not None:
             raise InputError("is for a new run, without `resume=`", field=name, value=value)
 
-    backend, description = find(request.resume, settings.with_offline(False))
+    backend, description = find(reference, settings.with_offline(False))
     if description.is_running:
         raise still_runs_error(description, settings.with_offline(False))
     if description.checkpoint_uri is None:
-        state = f"job {request.resume} is {description.status}"
+        state = f"job {reference} is {description.status}"
         raise ServiceError(f"{state}, and left no checkpoint to resume from")
     job = backend.job(description.job_id)
     if backend.other_owner(description):  # the name is one of the owner's jobs

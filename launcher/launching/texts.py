@@ -127,20 +127,20 @@ def repeated_share_of(
     """
     data = channels["data"]
     validation = channels.get("validation")
-    files = files_of(data)
-    if validation is None:
-        upload = data.upload
-        if upload is None:
-            return None
-        if upload.train_tokens or validation_fraction == VALIDATION_FRACTION:
-            return upload.repeated
-        if not files:
-            return None
-        return share_of_end(files, upload.characters, validation_fraction)
-    validation_files = files_of(validation)
-    if not (files and validation_files and validation.upload):
+    last_text = validation or data  # which validates, or whose end does
+    upload = last_text.upload
+    if upload is None:
         return None
-    return share_between(files, validation_files, validation.upload.characters)
+    is_recorded = upload.train_tokens > 0 or validation_fraction == VALIDATION_FRACTION
+    if validation is None and is_recorded:
+        return upload.repeated
+    files = files_of(data)
+    validation_files = files_of(last_text)
+    if not (files and validation_files):
+        return None
+    if validation is None:
+        return share_of_end(files, upload.characters, validation_fraction)
+    return share_between(files, validation_files, upload.characters)
 
 
 def files_of(channel: Channel) -> tuple[File, ...]:
