@@ -213,7 +213,7 @@ class Request(TrainingRequest):
 
         A resumed job keeps them, even if a later version has other presets and defaults.
         """
-        config = asdict(self.config(world_size=1))
+        config = asdict(self.config())
         return {name: value for name, value in config.items() if value not in (None, "")}
 
     def explicit_hyperparameters(self, defaults: dict[str, Scalar] | None = None) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     first.stop()
     curves[RESUMED] = finished(first.wait().resume(processes_per_instance=2))
 
-    alone, report, config = curves["1 process"], Report(), job(1).config(world_size=1)
+    alone, report, config = curves["1 process"], Report(), job(1).config()
     tokens = steps * config.batch_size * config.block_size
     for name, curve in curves.items():
         processes = WAYS.get(name, 2)

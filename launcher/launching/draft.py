@@ -121,7 +121,7 @@ class Draft:
         continues = self.original.resume is not None or self.original.init_from is not None
         if request.preset is None and not continues and rents_gpus(request.instance_name):
             self.change_request(preset="baby")
-        self.request.config(world_size=1)  # raises for a mistake before a long text is read
+        self.request.config()  # raises for a mistake before a long text is read
 
     def find_texts(self) -> None:
         """Find where the job reads its texts, unless another plan has found the same texts."""
@@ -177,7 +177,7 @@ class Draft:
     def facts_of_earlier(self, earlier: TrainingJob) -> dict[str, Any]:
         """The fields that describe the earlier job and this one alike."""
         facts: dict[str, Any] = {"page_limit": earlier.page_limit}
-        if self.job.config(world_size=1) == earlier.config(world_size=1):  # it is the same run
+        if self.job.config() == earlier.config():  # it is the same run
             facts["expected"] = earlier.expected
             if earlier.summary.startswith("size "):
                 facts["summary"] = f"{earlier.summary} resumes {self.request.resume}"

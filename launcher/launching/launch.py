@@ -148,7 +148,7 @@ def check(draft: Draft) -> None:
     if earlier is not None:
         check_resumable(job, earlier)
     check_models(draft)
-    config = job.config(world_size=1)
+    config = job.config()
     check_texts(draft.texts, config)
     upload = draft.texts["data"].upload
     if upload is not None and job.init_from is None and earlier is None:
@@ -166,7 +166,7 @@ def check_device(job: TrainingJob, is_explicit: bool, earlier: EarlierJob | None
     ran_on_gpus = earlier is not None and rents_gpus(earlier.description.instance)
     if is_explicit or (ran_on_gpus and "device" in job.hyperparameters):
         return
-    if rents_gpus(job.instance) and getattr(job.config(world_size=1), "device", "") == "cpu":
+    if rents_gpus(job.instance) and getattr(job.config(), "device", "") == "cpu":
         subject = f"preset {job.preset}" if job.preset else "the job"
         problem = f"{subject} trains on the CPU, and {job.instance} has GPUs"
         with about("instance", job.instance):
@@ -185,7 +185,7 @@ def check_models(draft: Draft) -> None:
     with draft.job.source.user_errors():
         huggingface = draft.job.source.module("huggingface")
         if hasattr(huggingface, "check_teacher"):  # in an older folder, only the run checks
-            block_size = draft.job.config(world_size=1).block_size
+            block_size = draft.job.config().block_size
             huggingface.check_teacher(teacher.hyperparameters, block_size)
 
 

@@ -110,7 +110,7 @@ def with_earlier_fields(request: Request, earlier_job: TrainingJob) -> Request:
     for name in ("environment", "tags"):
         if name in chosen and name in inherited:
             merged[name] = {**inherited[name], **chosen[name]}
-    changes = request.explicit_hyperparameters(defaults=asdict(earlier_job.config(world_size=1)))
+    changes = request.explicit_hyperparameters(defaults=asdict(earlier_job.config()))
     merged["hyperparameters"] = {**earlier_job.hyperparameters, **changes}
     merged["preset"] = None  # its values are among the hyperparameters
     completed = Request(**{**inherited, **chosen, **merged})
@@ -138,7 +138,7 @@ def check_resumable(job: TrainingJob, earlier: EarlierJob) -> None:
 
     A job that reached its last step, and wrote no model, may be resumed to write it.
     """
-    config = job.config(world_size=1)
+    config = job.config()
     states = (state_of(earlier.job), state_of(job))
     with job.source.user_errors():
         job.source.module("config").check_resumable(*states)
@@ -157,4 +157,4 @@ def check_resumable(job: TrainingJob, earlier: EarlierJob) -> None:
 def state_of(job: TrainingJob) -> dict[str, Any]:
     """The config and the texts of a job, in the form in which a checkpoint has them."""
     texts = (text_id(job.data), text_id(job.validation))
-    return {"config": asdict(job.config(world_size=1)), "corpus_sha256": texts}
+    return {"config": asdict(job.config()), "corpus_sha256": texts}

@@ -41,7 +41,7 @@ def shown_values(job: TrainingJob) -> dict[str, Any]:
     if job.init_from is not None:
         config_fields = fields(job.source.module("config").Config)
         hidden |= {field.name for field in config_fields if field.metadata["shape"]}
-    values = asdict(job.config(world_size=1))
+    values = asdict(job.config())
     return {name: value for name, value in values.items() if name not in hidden}
 
 

@@ -350,7 +350,7 @@ def plan_processes(job: TrainingJob) -> LocalPlacement:
     """
     import torch
 
-    config = job.config(world_size=1)
+    config = job.config()
     requested = job.processes_per_instance
     n_gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
     if n_gpus:

@@ -96,7 +96,7 @@ def check_memory(job: TrainingJob, instance: str) -> None:
     An edited folder may train other parameters than its Config counts, and is not checked.
     """
     gpu = gpu_of(instance)
-    config = job.config(world_size=1)
+    config = job.config()
     if gpu is None or config.device == "cpu" or not job.source.is_packaged:
         return
     n_ranks = job.instance_count * assume_gpus(instance)

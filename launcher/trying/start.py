@@ -73,7 +73,7 @@ def begin_search(
     run_maker_class(request.instance_name)
     draft = fill(with_one_generation(request), settings)
     job = draft.job
-    config = job.config(world_size=1)
+    config = job.config()
     text = draft.texts["data"]
     if not draft.backend.is_remote:
         check_unreadable(text)

@@ -73,7 +73,7 @@ class ElsewhereBackend(Backend):
         return self.settings
 
     def check(self, job: TrainingJob) -> None:
-        job.config(world_size=1)
+        job.config()
 
     def price(self, job: TrainingJob, earlier: object) -> TrainingJob:
         return job

@@ -26,7 +26,7 @@ from sm_nanogpt.launcher.source import Source
 def refusal(**values: object) -> str:
     """Why a job cannot be."""
     with pytest.raises(InputError) as caught:
-        Request(**{"instance": "local", **values}).config(world_size=1)
+        Request(**{"instance": "local", **values}).config()
     return str(caught.value)
 
 
@@ -183,7 +183,7 @@ def test_an_edited_function_that_raises_names_its_line(tmp_path, name, function,
     line = file.read_text().count("\n")
     request = Request(instance="local", entry_point=file.parent)
     with pytest.raises(InputError, match=rf"mine/{name}\.py:{line}: ZeroDivisionError: "):
-        request.config(world_size=1) if name == "config" else request.metric_definitions()
+        request.config() if name == "config" else request.metric_definitions()
     assert capsys.readouterr().out == ""  # which is for data
 
 
@@ -218,9 +218,7 @@ def test_an_edited_copy_adds_fields_and_presets(tmp_path):
     presets, preset = copy / "presets.py", '    "cpu": dict('
     source = presets.read_text().replace(preset, f'    "mine": dict(extra=5),\n{preset}')
     presets.write_text(source)
-    assert (
-        Request(instance="local", entry_point=copy, preset="mine").config(world_size=1).extra == 5
-    )
+    assert Request(instance="local", entry_point=copy, preset="mine").config().extra == 5
     assert "extra" in refusal(hyperparameters={"extra": 4})
 
 
@@ -229,12 +227,12 @@ def test_an_edited_copy_runs_once_and_prints_nothing(tmp_path, capsys):
     noted = f"open({str(log)!r}, 'a').write('x')\nprint('loading')\n"
     copy = launching.edited(tmp_path / "mine", ("PRESETS: dict", f"{noted}PRESETS: dict"))
     job = Request(instance="local", entry_point=copy, preset="cpu")
-    job.config(world_size=1)
+    job.config()
     job.model_copy(update={"preset": None}).explicit_hyperparameters()
     assert log.read_text() == "x"
     presets = copy / "presets.py"
     presets.write_text(presets.read_text(encoding="utf-8").replace("'x'", "'y'"), encoding="utf-8")
-    job.config(world_size=1)
+    job.config()
     assert log.read_text() == "xy"
     assert capsys.readouterr().out == ""
     assert not (copy / "__pycache__").exists()  # what runs is what was read, not a file of the disk

@@ -281,7 +281,7 @@ def test_the_first_launch_has_one_advice(cli, tmp_path, text, length, option):
 def test_packages_of_the_user_do_not_hide_those_of_the_product(tmp_path):
     for name in ("launcher", "entry_point", "infra"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('of the user')")
-    code = "import sm_nanogpt; sm_nanogpt.Request(instance='local').config(world_size=1)"
+    code = "import sm_nanogpt; sm_nanogpt.Request(instance='local').config()"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
 

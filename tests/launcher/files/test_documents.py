@@ -127,7 +127,7 @@ def test_a_job_with_a_hostile_document_is_handled(job, name, capsys):
             assert described is not None
             print_jobs([described], everyone=False)
             json.dumps(vars(described), allow_nan=False)
-            backend.job(job.job_id).config(world_size=1)
+            backend.job(job.job_id).config()
 
     try_variants(show, document)
 
@@ -202,7 +202,7 @@ def test_a_hostile_record_in_a_store_is_handled(home):
 
     def look(content: bytes) -> None:
         with our_errors():
-            parse(content, TrainingJob, "job.json").config(world_size=1)
+            parse(content, TrainingJob, "job.json").config()
 
     try_variants(look, job.model_dump(mode="json", exclude_defaults=True))
 

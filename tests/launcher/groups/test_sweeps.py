@@ -358,7 +358,7 @@ def test_a_sweep_varies_sizes_and_presets(home, short_text_file, name, value):
     job = member_plan(sweep, 1, Settings(home=home)).job
     assert getattr(job, name) == value
     assert job.hyperparameters["seed"] == 3
-    assert job.config(world_size=1).max_steps == 2
+    assert job.config().max_steps == 2
     assert "max_steps=2" in job.summary
 
 

@@ -60,7 +60,7 @@ def saved_bytes(size: float) -> int:
     """The bytes of the page of a size, with room for all that a page may say of its job."""
     length = sizing.text_length(request(), text())
     sized_request = sizing.with_size(request(), size, length)
-    model = normal_model(sized_request.config(world_size=1))
+    model = normal_model(sized_request.config())
     card = {"data": "x" * 100, "settings": "y" * 100}
     return len(page_of(model, quantize_model(model, 6), LETTERS, "a model", card).encode())
 

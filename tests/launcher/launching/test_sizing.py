@@ -84,7 +84,7 @@ def test_passes_are_the_fewest_or_at_most_twice_as_many():
 )
 def test_a_text_that_is_read_too_often_is_warned_about(preset, tokens, steps, caplog):
     request = Request(instance="local", hyperparameters={"max_steps": 1})
-    texts.check_readings(request, job("local", preset).config(world_size=1), tokens)
+    texts.check_readings(request, job("local", preset).config(), tokens)
     if steps:
         [record] = caplog.records
         assert "will memorize it" in record.message
@@ -182,7 +182,7 @@ def test_auto_takes_the_largest_size_that_the_text_fills(instance, tokens, size)
     sized = sizing.sized(job(instance, "auto"), text(tokens))
     assert sized.size == size
     assert sized.preset is None
-    config = sized.config(world_size=1)
+    config = sized.config()
     step = config.batch_size * config.block_size
     max_readings = sizing.AUTO_READINGS if 1 < size <= sizing.LARGEST_MEASURED else 16
     assert config.max_steps * step <= max(20 * step, max_readings * tokens + step)
@@ -225,18 +225,18 @@ def test_all_gpus_share_a_batch():
 
 
 def test_a_size_leaves_what_is_given():
-    config = sizing.sized(job(size=3, max_steps=7), text(10**9)).config(world_size=1)
+    config = sizing.sized(job(size=3, max_steps=7), text(10**9)).config()
     assert config.max_steps == 7
     assert config.n_embd == 192
 
 
 def test_a_size_has_no_learning_rate_for_adamw():
     sized = sizing.sized(job(size=3, optimizer="adamw"), text(10**6))
-    assert sized.config(world_size=1).learning_rate == Config(optimizer="adamw").learning_rate
+    assert sized.config().learning_rate == Config(optimizer="adamw").learning_rate
 
 
 def test_a_size_does_not_cut_conversations():
-    config = sizing.sized(job(size=1), text(2700, chats=True)).config(world_size=1)
+    config = sizing.sized(job(size=1), text(2700, chats=True)).config()
     assert config.short_windows == 0
     assert config.block_size == 1024
 

@@ -349,7 +349,7 @@ def test_a_third_optimizer_has_its_own_learning_rate(third_optimizer, values):
     )
     upload = Upload("file:///data", 0, "", (), characters=10**6)
     texts = {"data": Channel("text", upload.uri, upload)}
-    assert sizing.sized(request, texts).config(world_size=1).learning_rate == 0.3
+    assert sizing.sized(request, texts).config().learning_rate == 0.3
 
 
 def test_a_third_optimizer_tunes_and_trains(third_optimizer, tmp_path):
