@@ -24,12 +24,12 @@ from sm_nanogpt.launcher.job import Request
 from sm_nanogpt.launcher.launching.launch import prepare
 from sm_nanogpt.launcher.local.backend import LocalBackend
 from sm_nanogpt.launcher.local.confine import layers, unprotected
+from sm_nanogpt.launcher.locations import is_on_s3
 from sm_nanogpt.launcher.sagemaker.account import Account
 from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
 from sm_nanogpt.launcher.sagemaker.cost import Prices, usd
 from sm_nanogpt.launcher.sagemaker.stack import Stack, find_stack, has_succeeded, notebook_role
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.values import is_on_s3
 
 OK = "ok"
 WARNING = "warning"

@@ -221,7 +221,7 @@ class Request(TrainingRequest):
 
         defaults: as for config.
         """
-        config = self.config(world_size=1, defaults=defaults)
+        config = self.config(defaults=defaults)
         names = []
         if self.preset:
             names += self.source.module("presets").PRESETS[self.preset]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import re
 import tomllib
 from collections.abc import Container, Iterable
@@ -21,35 +20,12 @@ from pydantic_settings import (
 
 from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.launcher.errors import InputError, did_you_mean, rephrased
-from sm_nanogpt.launcher.values import is_on_s3, plain
+from sm_nanogpt.launcher.locations import expand_user, is_on_s3, location_problem
+from sm_nanogpt.launcher.values import plain
 
 
 def default_home() -> Path:
     return expand_user(os.environ.get("SM_NANOGPT_HOME") or "~/.sm-nanogpt")
-
-
-def expand_user(path: str | Path) -> Path:
-    """Replace a leading `~` by the user's home directory.
-
-    Raises InputError if HOME is unset or empty, and /etc/passwd has no line for the user, as in a
-    container that runs as any number.
-    """
-    path = str(path)
-    if not path.startswith("~/") or os.environ.get("HOME"):
-        return Path(os.path.expanduser(path))  # noqa: PTH111  (Path's refuses ~notes.txt)
-    home = home_in_passwd()
-    if not home:
-        problem = "there is no home directory; set SM_NANOGPT_HOME to a directory, or HOME"
-        raise InputError(f"{path}: {problem}")
-    return Path(home) / path.removeprefix("~/")
-
-
-def home_in_passwd() -> str:
-    """The home directory that /etc/passwd has for the user, or ''."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:
-        return ""
 
 
 def config_file() -> Path:
@@ -235,26 +211,6 @@ def has_aws_file(variable: str, default: str) -> bool:
     """True if a file of the AWS configuration exists. A user may set it to /dev/null."""
     path = os.environ.get(variable, default)
     return os.path.isfile(os.path.expanduser(path))  # noqa: PTH111, PTH113  (as boto3 reads it)
-
-
-def location_problem(location: str) -> str:
-    """What is wrong with a location, as the rest of a sentence on it; '' if nothing is."""
-    scheme, _, path = location.partition(":")
-    if scheme == "s3":
-        # Buckets from before 2018 may have capitals and underscores.
-        if not re.match(r"//[A-Za-z0-9][A-Za-z0-9._-]{2,254}(/|$)", path):
-            return "names no bucket; use s3://bucket/prefix"
-        if "//" in path[2:]:  # a valid key, but SageMaker cannot read it
-            return "has an empty part, //, which SageMaker cannot read"
-        return ""
-    if location.startswith("file:///"):
-        return ""
-    if path.startswith("//") or scheme in ("arn", "file"):
-        problem = "is no location of files; use s3://bucket/prefix or a local path"
-        if scheme in ("http", "https"):
-            problem += " (download it first)"
-        return problem
-    return ""
 
 
 def load_settings(**arguments: str | None) -> Settings:

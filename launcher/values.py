@@ -1,4 +1,4 @@
-"""Convert values to Python's own types, recognize UTF-8 and locations on S3, format numbers."""
+"""Convert values to Python's own types, check texts for UTF-8, and format numbers."""
 
 from __future__ import annotations
 
@@ -50,11 +50,6 @@ def plain(value: Any) -> Any:
 def is_utf8(text: str) -> bool:
     """False if a text has lone surrogates, as Python decodes an argument that is not UTF-8."""
     return text.isascii() or not re.search("[\ud800-\udfff]", text)
-
-
-def is_on_s3(location: str) -> bool:
-    """True for `s3://bucket/prefix`; False for a path or a URI of this machine."""
-    return location.startswith("s3://")
 
 
 def parse_bytes(value: object) -> object:

@@ -21,7 +21,8 @@ from sm_nanogpt.launcher.cli.options import (
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import local_time, note, print_columns, print_json
 from sm_nanogpt.launcher.errors import InputError, ServiceError, did_you_mean, joined
-from sm_nanogpt.launcher.values import counted, in_units, is_on_s3
+from sm_nanogpt.launcher.locations import is_on_s3
+from sm_nanogpt.launcher.values import counted, in_units
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.settings import Settings

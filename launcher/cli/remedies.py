@@ -204,7 +204,7 @@ def command(*arguments: str) -> str:
         root_options.update(context.find_root().obj or {})
     store = root_options.get("store")
     if store and "://" not in store:
-        from sm_nanogpt.launcher.settings import expand_user
+        from sm_nanogpt.launcher.locations import expand_user
 
         root_options["store"] = str(expand_user(store).absolute())
     parts = [program()]

@@ -20,9 +20,9 @@ from sm_nanogpt.launcher.aws import service_error
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.files.documents import MAX_BYTES, parse
 from sm_nanogpt.launcher.files.local import TEMPORARY_SUFFIX, LocalLocation, replacing
-from sm_nanogpt.launcher.files.locations import join, local_path, path_below, path_of, to_uri
 from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
 from sm_nanogpt.launcher.files.s3 import S3Location
+from sm_nanogpt.launcher.locations import join, local_path, path_below, path_of, to_uri
 from sm_nanogpt.launcher.settings import Settings, load_settings
 
 __all__ = ["join", "path_of", "replacing", "to_uri"]  # from here for other rooms

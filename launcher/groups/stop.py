@@ -10,9 +10,9 @@ from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.files import locks, storage
 from sm_nanogpt.launcher.groups.find import JobGroup
 from sm_nanogpt.launcher.launching.names import ledger_path
+from sm_nanogpt.launcher.locations import is_on_s3
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.tracking import check_yours
-from sm_nanogpt.launcher.values import is_on_s3
 
 
 def lock_sweep(sweep_id: str, settings: Settings) -> IO[str]:

@@ -20,10 +20,10 @@ from sm_nanogpt.launcher.files.documents import Scalar
 from sm_nanogpt.launcher.files.models import DOCUMENTS, model_files
 from sm_nanogpt.launcher.files.moved import UPLOAD_NAME
 from sm_nanogpt.launcher.job import FULL_ID, Request
+from sm_nanogpt.launcher.locations import is_on_s3
 from sm_nanogpt.launcher.models.fetch import model_directory
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.channels import Channel
-from sm_nanogpt.launcher.values import is_on_s3
 
 if TYPE_CHECKING:  # it imports torch
     from sm_nanogpt.entry_point.text import Tokenizer

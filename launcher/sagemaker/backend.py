@@ -39,6 +39,7 @@ from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.instances import assume_gpus, has_local_disks, looks_like_gpu
 from sm_nanogpt.launcher.job import Request, TrainingJob
+from sm_nanogpt.launcher.locations import is_on_s3
 from sm_nanogpt.launcher.sagemaker import caller, cost
 from sm_nanogpt.launcher.sagemaker.account import Account
 from sm_nanogpt.launcher.sagemaker.checks import (
@@ -62,7 +63,6 @@ from sm_nanogpt.launcher.sagemaker.rules import check_fields
 from sm_nanogpt.launcher.sagemaker.stack import notebook_role, with_stack
 from sm_nanogpt.launcher.sagemaker.submission import Submission
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.values import is_on_s3
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from sm_nanogpt.launcher.instances import (
     looks_like_gpu,
 )
 from sm_nanogpt.launcher.job import TrainingJob
+from sm_nanogpt.launcher.locations import is_on_s3
 from sm_nanogpt.launcher.sagemaker.account import Account
 from sm_nanogpt.launcher.sagemaker.stack import last_seen_stack
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.values import is_on_s3
 
 logger = logging.getLogger(__name__)
 

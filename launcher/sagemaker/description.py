@@ -10,8 +10,8 @@ from typing import Any
 from sm_nanogpt.launcher.description import RUNNING, JobDescription
 from sm_nanogpt.launcher.errors import ServiceError
 from sm_nanogpt.launcher.job import SEARCH_VARIABLE
+from sm_nanogpt.launcher.locations import is_on_s3
 from sm_nanogpt.launcher.sagemaker.caller import NAME_TAG, OWNER_TAG, SUMMARY_TAG
-from sm_nanogpt.launcher.values import is_on_s3
 
 # A FailureReason is the last line of the failed rank, `Name: cause [kind]`. If it left none, the
 # toolkit surrounds what it printed with pages of its own, and adds a line for a killed process.

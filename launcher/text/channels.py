@@ -15,9 +15,9 @@ from sm_nanogpt.launcher.aws import Offline
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.moved import UPLOAD_NAME
+from sm_nanogpt.launcher.locations import is_on_s3
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.store import Upload, is_uploaded, read_manifest
-from sm_nanogpt.launcher.values import is_on_s3
 
 if TYPE_CHECKING:  # with the readers of all formats
     from sm_nanogpt.launcher.text.reading import File

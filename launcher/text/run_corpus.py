@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.progress import CHUNK_BYTES, byte_progress
+from sm_nanogpt.launcher.locations import is_on_s3
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.channels import Channel, Texts
 from sm_nanogpt.launcher.text.reading import open_text
 from sm_nanogpt.launcher.text.sources import temporary
-from sm_nanogpt.launcher.values import is_on_s3
 
 if TYPE_CHECKING:  # they import torch
     from sm_nanogpt.entry_point.config import Config

@@ -18,8 +18,9 @@ from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.progress import Progress, expect
 from sm_nanogpt.launcher.files.s3 import fsspec_callback, transfer_options
 from sm_nanogpt.launcher.files.scratch import scratch
+from sm_nanogpt.launcher.locations import is_on_s3
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.values import counted, in_units, is_on_s3
+from sm_nanogpt.launcher.values import counted, in_units
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from sm_nanogpt.launcher.files.cache import Cache
 from sm_nanogpt.launcher.files.documents import Count, Damaged
 from sm_nanogpt.launcher.files.moved import PART_OF_NAME, UPLOAD_NAME, find_moved
 from sm_nanogpt.launcher.finding import ambiguity_error, is_part
+from sm_nanogpt.launcher.locations import is_on_s3
 from sm_nanogpt.launcher.sagemaker.stack import with_stack
 from sm_nanogpt.launcher.settings import Settings
-from sm_nanogpt.launcher.values import is_on_s3
 
 logger = logging.getLogger(__name__)
 

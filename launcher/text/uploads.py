@@ -15,6 +15,7 @@ from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.moved import UPLOAD_NAME, text_id
 from sm_nanogpt.launcher.files.storage import Entry
 from sm_nanogpt.launcher.finding import Listing, similar_jobs
+from sm_nanogpt.launcher.locations import is_on_s3
 from sm_nanogpt.launcher.sagemaker.stack import with_stack
 from sm_nanogpt.launcher.settings import Settings, load_settings
 from sm_nanogpt.launcher.text.store import (
@@ -25,7 +26,6 @@ from sm_nanogpt.launcher.text.store import (
     store_uri,
     upload_suggestion,
 )
-from sm_nanogpt.launcher.values import is_on_s3
 
 
 @dataclass(frozen=True)
