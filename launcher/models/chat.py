@@ -63,21 +63,24 @@ class ChatEncoder:
             self.end_id = self.tokenizer.special[END_OF_TURN]
         except KeyError as error:
             problem = f"the tokenizer has no token {error}, which conversations need"
-            raise InputError(problem, "no-turns") from None
+            raise InputError(problem, code="no-turns") from None
         (line_break,) = encoder.encode(["\n"])
         self.line_break_ids = array("i", line_break)
 
     def encode(self, turns: Sequence[str]) -> Iterator[bytes]:
         """Yield the ids of each turn, as bytes. A turn is a role, a line break, and a content."""
-        for turn, content in zip(turns, self.encoder.encode(turns), strict=True):
-            content_ids = array("i", content)
-            is_learned = turn.startswith(ASSISTANT_PREFIX)
-            n_masked = self.count_prefix(content_ids) if is_learned else len(content_ids)
+        for turn, id_bytes in zip(turns, self.encoder.encode(turns), strict=True):
+            turn_ids = array("i", id_bytes)
+            n_masked = len(turn_ids)
+            end_id = ~self.end_id
+            if turn.startswith(ASSISTANT_PREFIX):
+                n_masked = self.count_prefix(turn_ids)
+                end_id = self.end_id
 
             ids = array("i", [~self.begin_id])
-            ids.extend(~id for id in content_ids[:n_masked])
-            ids.extend(content_ids[n_masked:])
-            ids.append(self.end_id if is_learned else ~self.end_id)
+            ids.extend(~id for id in turn_ids[:n_masked])
+            ids.extend(turn_ids[n_masked:])
+            ids.append(end_id)
             ids.extend(~id for id in self.line_break_ids)
             yield ids.tobytes()
 
@@ -100,10 +103,10 @@ class TooLong(InputError):
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """The ids that a model gets of a conversation, and the limit of its answer."""
+    """The ids of a conversation that a model continues, and the limit of its answer."""
 
     ids: list[int]
-    max_new_tokens: int
+    max_new_tokens: int  # of the answer
     n_dropped: int  # the number of messages that are left out
 
 
@@ -112,7 +115,7 @@ class Chat:
 
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         if not tokenizer.chats:
-            raise InputError("the model has not learned from conversations", "teach-to-chat")
+            raise InputError("the model has not learned from conversations", code="teach-to-chat")
         self.context_size = model.config.block_size
         encoder = Encoder(tokenizer, "i")
         self.encoder = ChatEncoder(encoder)
@@ -157,8 +160,8 @@ class Chat:
         if not all(map(is_utf8, turns)):
             raise InputError("the message is not UTF-8 text")
         ids_of_messages = []
-        for content in self.encoder.encode(turns):
-            ids = array("i", content)
+        for id_bytes in self.encoder.encode(turns):
+            ids = array("i", id_bytes)
             ids_of_messages.append([id if id >= 0 else ~id for id in ids])
         return ids_of_messages
 
@@ -169,9 +172,10 @@ def first_turn_that_fits(
     """Return the index of the first turn such that it and all later turns fit into `room` tokens.
 
     It is `start`, or the index of a turn of the user. None if not even the last such turn fits.
+    room is negative if the context is too short for the beginning of an answer.
     """
     n_turns = len(turns)
-    if n_turns == start:
+    if n_turns == start:  # there are no turns to fit
         return start if room >= 0 else None
     n_tokens = sum(len(turn) for turn in turns[start:])
     for first in range(start, n_turns):

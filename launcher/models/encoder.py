@@ -29,8 +29,8 @@ LLAMA3 = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 QWEN35 = QWEN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 PATTERNS = (GPT2, QWEN, LLAMA3, QWEN35, r"[\s\S]")
 
-# The most characters that are encoded as one string: tiktoken panics at a million spaces, and ids
-# take far more memory than their text.
+# Characters that are encoded as one string: tiktoken panics at a million spaces, and ids take far
+# more memory than their text.
 MAX_PIECE = 1 << 18
 PIECES_PER_BATCH = 16  # threads share them
 ASSISTANT_PREFIX = "assistant\n"  # the beginning of a turn of the assistant
@@ -128,7 +128,10 @@ def pattern_of(document: Mapping[str, Any]) -> str | None:
 
 
 def tiktoken_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encoding | None:
-    """Make the tokenizer for tiktoken, which is four times as fast; None if ids might differ."""
+    """Make the tokenizer for tiktoken, which is four times as fast as the library.
+
+    Returns None if its ids might differ from those of the library.
+    """
     document = tokenizer.document
     model = document["model"]
     pattern = pattern_of(document)
@@ -224,7 +227,7 @@ class Encoder:
                 break
             start += 1
         change = f"{text[start : start + 20]!r} decodes to {decoded[start : start + 20]!r}"
-        raise InputError(f"the tokenizer changes the text: {change}", "text-changes")
+        raise InputError(f"the tokenizer changes the text: {change}", code="text-changes")
 
 
 def piece_batches(text: str) -> Iterator[list[str]]:

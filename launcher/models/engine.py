@@ -30,6 +30,9 @@ MIN_PACKED_PARAMETERS = 1 << 20
 # faster, and on a busy machine it takes four times as long.
 MIN_SHARED_PARAMETERS = 1 << 20
 
+# Below this temperature, the most likely id is drawn, as logits divided by it may be infinite.
+MIN_TEMPERATURE = 1e-30
+
 # Called with the logits, float32 [B, V], and the ids, int64 [B], that were drawn from them.
 Watch = Callable[[Tensor, Tensor], object]
 
@@ -159,7 +162,7 @@ def logits_to_probabilities(
     """Return probabilities [B, V]. They are 0 except for the top_k ids (0: all) in the nucleus.
 
     The nucleus is the smallest set of most likely ids whose probabilities sum to at least top_p
-    (arXiv:1904.09751).
+    (arXiv:1904.09751). logits are [B, V].
     """
     logits = logits / temperature
     if 0 < top_k < logits.size(-1):
@@ -180,9 +183,9 @@ def draw(
 ) -> Tensor:
     """Draw the next ids, int64 [B], by logits [B, V].
 
-    At a temperature of about 0, the most likely id is taken.
+    Below MIN_TEMPERATURE, the most likely id is taken.
     """
-    if temperature < 1e-30:  # logits divided by a smaller number may be infinite
+    if temperature < MIN_TEMPERATURE:
         return logits.argmax(dim=-1)
     probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)
     # As torch.multinomial, without its checks of the probabilities.
@@ -214,7 +217,7 @@ def generate(
     ids = prompt[:, -size:]
     if use_cache:
         dtype = model.compute_dtype
-        if temperature < 1e-30:  # rounding must not decide between two similar logits
+        if temperature < MIN_TEMPERATURE:  # rounding must not decide between two similar logits
             dtype = torch.float32
         model = sampling_copy(model, prompt.size(0), dtype)
         cache = KeyValueCache(model, ids.size(0), ids.size(1) + max_new_tokens)
@@ -241,7 +244,7 @@ def generate(
 
 @contextmanager
 def torch_threads(n_threads: int) -> Iterator[None]:
-    """Let torch compute with n_threads during the body."""
+    """Let torch compute with n_threads during the body; then, with as many as before."""
     n_before = torch.get_num_threads()
     torch.set_num_threads(n_threads)
     try:

@@ -96,8 +96,8 @@ def fetch_model(job_id: str, settings: Settings, entry_point: Path | None = None
 
 def preferred_copy(copies: list[Path]) -> Path:
     """Return the newest copy of the final model of a job; without one, that of its checkpoints."""
-    of_the_end = [copy for copy in copies if not copy.name.startswith("step-")]
-    return max(of_the_end or copies, key=lambda copy: (copy / "SHA256SUMS").stat().st_mtime)
+    final_copies = [copy for copy in copies if not copy.name.startswith("step-")]
+    return max(final_copies or copies, key=lambda copy: (copy / "SHA256SUMS").stat().st_mtime)
 
 
 def target_directory(description: JobDescription, settings: Settings) -> Path:
@@ -108,19 +108,19 @@ def target_directory(description: JobDescription, settings: Settings) -> Path:
     job_id = description.job_id
     if description.search:
         problem = f"job {job_id} made the runs of search {description.search}, and has no model"
-        raise ServiceError(problem, "models-of-a-search", search=description.search)
+        raise ServiceError(problem, code="models-of-a-search", search=description.search)
     if description.model_uri is not None:
         return settings.models_dir / job_id / storage.fingerprint(description.model_uri, settings)
     if description.is_running:
         problem = f"job {job_id} is still {description.status}"
-        raise ServiceError(problem, "model-not-yet", job_id=job_id)
+        raise ServiceError(problem, code="model-not-yet", job_id=job_id)
     if description.checkpoint_step is not None:
         return settings.models_dir / job_id / step_directory_name(description.checkpoint_step)
     problem = f"job {job_id} is {description.status}"
     if description.failure_reason:
         problem += f": {description.failure_reason}"
     problem += "; it left neither a model nor a checkpoint"
-    raise ServiceError(problem, "no-model-left", job_id=job_id)
+    raise ServiceError(problem, code="no-model-left", job_id=job_id)
 
 
 def step_directory_name(step: int) -> str:
@@ -202,10 +202,11 @@ def export(
 
     uri = str(description.checkpoint_uri)
     problem = "no checkpoint is there"
-    names = checkpoints_among(storage.list_files(uri, settings))  # by step
-    for step in sorted(names, reverse=True):
-        directory = model_dir.with_name(names[step])
-        storage.fetch(storage.join(uri, names[step]), directory, progress, settings)
+    names_by_step = checkpoints_among(storage.list_files(uri, settings))
+    for step in sorted(names_by_step, reverse=True):
+        name = names_by_step[step]
+        directory = model_dir.with_name(name)
+        storage.fetch(storage.join(uri, name), directory, progress, settings)
         try:
             checkpoint = read_checkpoint(directory)
         except TrainingError as error:

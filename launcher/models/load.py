@@ -39,9 +39,11 @@ from sm_nanogpt.launcher.values import plain
 
 logger = logging.getLogger(__name__)
 
+MAX_CONTEXT_TOKENS = 4096  # of a published model; a longer context takes more memory
+
 
 class TrainingDocument(Document):
-    """training.json."""
+    """The content of training.json."""
 
     script_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     model_sha256: str = ""  # of the files kernels.py and model.py
@@ -49,7 +51,7 @@ class TrainingDocument(Document):
 
 
 class CheckpointState(TrainingDocument):
-    """The state of a checkpoint."""
+    """The state of a checkpoint, as far as an export needs it."""
 
     step: Count
     tokenizer: dict[str, JsonValue]
@@ -159,9 +161,9 @@ def packaged_config(hyperparameters: Mapping[str, Any]) -> Config:
 def own_model(
     directory: Path, settings: Settings | None = None, entry_point: Path | None = None
 ) -> tuple[GPT, Tokenizer]:
-    """Load the model and the tokenizer that a run wrote, as load_model does.
+    """Load the model and the tokenizer that a run wrote, by the folder that load_model says.
 
-    Raises FormatError if write_artefact did not write the directory, or if it is damaged.
+    Raises FormatError if the directory is not of a run, or if it is damaged.
     """
     try:
         check_sums(directory)
@@ -189,7 +191,7 @@ def own_model(
 def load_with(
     source: Source, directory: Path, hyperparameters: Mapping[str, Any], vocab_size: int
 ) -> GPT:
-    """Load the weights of a directory into the model of a training folder."""
+    """Load the weights of a directory into a model of a training folder's code."""
     if source.is_packaged:
         config = packaged_config(hyperparameters)
         device = "meta"  # takes no memory until load_pretrained has compared shapes
@@ -200,9 +202,6 @@ def load_with(
         model: GPT = source.module("model").GPT(config, vocab_size)
     source.module("huggingface").load_pretrained(model, directory)
     return model.eval()
-
-
-MAX_CONTEXT_TOKENS = 4096  # that a published model gets here; a longer one takes more memory
 
 
 def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
@@ -242,7 +241,7 @@ def check_sums(directory: Path) -> None:
 
 @contextlib.contextmanager
 def as_format_errors(source: Source) -> Iterator[None]:
-    """Turn exceptions of a folder's code into FormatError, except for OSError."""
+    """Turn exceptions of the code of a training folder into FormatError, except for OSError."""
     try:
         yield
     except (FormatError, OSError):
@@ -254,41 +253,49 @@ def as_format_errors(source: Source) -> Iterator[None]:
         raise FormatError(message) from None
 
 
-def read_checkpoint(directory: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-    """Read the tensors and the state of the newest intact checkpoint of a directory.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of a run: its tensors, by name, and all else that a resumed run needs."""
 
-    Raises TrainingError if there is none.
-    """
+    tensors: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """Read the newest intact checkpoint of a directory. Raises TrainingError if there is none."""
     # load_latest prints the checkpoints that it skips.
     with as_format_errors(Source.packaged()), contextlib.redirect_stdout(sys.stderr):
         loaded = Checkpoints(directory).load_latest()
     if loaded is None:
         raise TrainingError(f"no checkpoint in {directory}")
-    return loaded
+    tensors, state = loaded
+    return Checkpoint(tensors, state)
 
 
 def export_checkpoint(
-    checkpoint: tuple[Mapping[str, Tensor], Mapping[str, Any]],
+    checkpoint: Checkpoint,
     model_dir: Path,
-    settings: Settings | None = None,
+    settings: Settings,
     entry_point: Path | None = None,
 ) -> int:
-    """Export a checkpoint as a model directory, by the folder that trained it; return its step.
+    """Write a checkpoint as a model directory, with its moments; return its step.
 
-    Raises FormatError if the folder cannot read it, and InputError if the folder is not here.
+    The training folder that made the checkpoint writes the model: entry_point, or else the folder
+    that its launch kept. Raises FormatError if the folder cannot read the checkpoint, and
+    InputError if the folder is not here.
     """
-    tensors, document = checkpoint
     with as_format_errors(Source.packaged()):
-        state = parse(document, CheckpointState, "its state")
-    training = {name: document.get(name) for name in ("script_sha256", "corpus_sha256", "step")}
-    source = find_source(state.script_sha256, settings or load_settings(), entry_point)
+        state = parse(checkpoint.state, CheckpointState, name="its state")
+    fields = ("script_sha256", "corpus_sha256", "step")  # of the state, for training.json
+    training = {name: checkpoint.state.get(name) for name in fields}
+    source = find_source(state.script_sha256, settings, entry_point)
     with as_format_errors(source):
         huggingface_module = source.module("huggingface")
-        weights = huggingface_module.model_tensors(tensors)
+        weights = huggingface_module.model_tensors(checkpoint.tensors)
         config = source.module("config").make_config(state.config)
         tokenizer = huggingface_module.Tokenizer(state.tokenizer, state.end_of_text)
         model = huggingface_module.with_weights(config, len(tokenizer), weights)
         huggingface_module.write_artefact(model_dir, model, tokenizer, training, state.chats)
-    moments = earlier_moments(pop_moments(dict(tensors)), state.step, config.max_steps)
-    write_moments(model_dir, moments)
+    weights_by_step = pop_moments(dict(checkpoint.tensors))
+    write_moments(model_dir, earlier_moments(weights_by_step, state.step, config.max_steps))
     return state.step

@@ -59,7 +59,8 @@ def read_moments(directory: Path, model: GPT) -> list[Moment]:
 def generation_of(step: int, config: Mapping[str, Any]) -> tuple[int, int | None]:
     """The number of steps before the generation of a step, and the number of the generation.
 
-    These are 0 and None if the run trains one generation.
+    Generations count from 1. If the run trains only one, these are 0 and None. config: the
+    hyperparameters of the run.
     """
     if config.get("generations", 1) == 1:
         return 0, None
@@ -69,6 +70,7 @@ def generation_of(step: int, config: Mapping[str, Any]) -> tuple[int, int | None
 
 
 def step_of(path: Path) -> int:
+    """The step of the file of a moment, such as step-00000100.safetensors."""
     return int(path.stem.rpartition("-")[2])
 
 

@@ -85,8 +85,10 @@ def stream_samples(
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, max_ids: int) -> list[int]:
-    """Encode a prompt, and return its last max_ids ids. Raises InputError if the model cannot
-    read it."""
+    """Encode a prompt, and return its last max_ids ids.
+
+    Raises InputError if it is empty, not UTF-8, or has characters that the vocabulary lacks.
+    """
     if not prompt:
         raise InputError("the prompt is empty; leave it out to start with a new text")
     if not is_utf8(prompt):
@@ -100,14 +102,14 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, max_ids: int) -> list[int]:
 
 
 def check_known(tokenizer: Tokenizer, text: str, title: str) -> None:
-    """Raise InputError if characters of a text have no ids. title: its name in the error."""
+    """Raise InputError if characters of a text have no ids. title: of the text, in the error."""
     unknown = unknown_characters(tokenizer, text)
     if unknown:
         raise unknown_characters_error(title, unknown)
 
 
 def unknown_characters(tokenizer: Tokenizer, text: str) -> set[str]:
-    """Return the characters of a text that a vocabulary of characters lacks."""
+    """Return the characters of a text that have no ids; none if the vocabulary is one of tokens."""
     if tokenizer.unit != "characters":
         return set()
     return {*text} - {word.decode() for word in tokenizer.words}
@@ -142,7 +144,7 @@ def decode_steps(
     Raises ServiceError if an edited folder fails to compute a step.
     """
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(num_samples)]
-    ended = set[int]()  # samples
+    ended = set[int]()  # the indices of samples
     try:
         for step in steps:
             pieces = []

@@ -27,6 +27,7 @@ from sm_nanogpt.entry_point.safetensors_file import read_safetensors, write_safe
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.models import engine
 from sm_nanogpt.launcher.models.load import export_checkpoint, own_model, read_checkpoint
+from sm_nanogpt.launcher.settings import Settings
 
 STEPS = 60
 
@@ -212,11 +213,18 @@ def test_a_checkpoint_of_another_script_is_refused(trained, tmp_path, change, er
     change(*loaded)
     Checkpoints(tmp_path / "checkpoints").save(*loaded)
     with pytest.raises(error, match=message):
-        export_checkpoint(read_checkpoint(tmp_path / "checkpoints"), tmp_path / "model")
+        export_checkpoint(
+            read_checkpoint(tmp_path / "checkpoints"), tmp_path / "model", Settings(home=tmp_path)
+        )
 
 
 def test_a_checkpoint_can_be_made_a_model(trained, artefact, tmp_path):
-    assert export_checkpoint(read_checkpoint(trained / "checkpoints"), tmp_path / "model") == STEPS
+    assert (
+        export_checkpoint(
+            read_checkpoint(trained / "checkpoints"), tmp_path / "model", Settings(home=tmp_path)
+        )
+        == STEPS
+    )
     assert_same(
         read_safetensors(tmp_path / "model/model.safetensors")[0],
         read_safetensors(artefact / "model.safetensors")[0],
@@ -227,5 +235,5 @@ def test_a_checkpoint_can_be_made_a_model(trained, artefact, tmp_path):
 
 def test_export_without_a_checkpoint_makes_no_model(tmp_path):
     with pytest.raises(TrainingError, match="no checkpoint in"):
-        export_checkpoint(read_checkpoint(tmp_path), tmp_path / "model")
+        export_checkpoint(read_checkpoint(tmp_path), tmp_path / "model", Settings(home=tmp_path))
     assert not (tmp_path / "model").exists()

@@ -259,7 +259,11 @@ def test_a_checkpoint_with_a_hostile_state_is_refused(job, tmp_path):
             metadata = {"format": "pt", "state": text, "state_sha256": sha256_of(text)}
             write_safetensors(path, tensors, metadata)
         with our_errors():
-            export_checkpoint(read_checkpoint(tmp_path / "checkpoints"), tmp_path / "model")
+            export_checkpoint(
+                read_checkpoint(tmp_path / "checkpoints"),
+                tmp_path / "model",
+                Settings(home=tmp_path),
+            )
 
     try_variants(load, state)
 

@@ -16,6 +16,7 @@ from sm_nanogpt.entry_point.text import Tokenizer, read_tokenizer
 from sm_nanogpt.launcher.models.chat import Chat, Message, TooLong
 from sm_nanogpt.launcher.models.encoder import MAX_PIECE
 from sm_nanogpt.launcher.models.load import export_checkpoint, own_model, read_checkpoint
+from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.tokens import with_end_of_text
 
 
@@ -132,5 +133,9 @@ def test_a_tuned_model_says_how_it_ends(tuned, directory):
 
 
 def test_a_checkpoint_of_a_tuning_answers(directory, tmp_path):
-    export_checkpoint(read_checkpoint(directory.parent / "checkpoints"), tmp_path / "model")
+    export_checkpoint(
+        read_checkpoint(directory.parent / "checkpoints"),
+        tmp_path / "model",
+        Settings(home=tmp_path),
+    )
     assert Chat(*own_model(tmp_path / "model"))
