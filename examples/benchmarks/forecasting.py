@@ -49,7 +49,7 @@ import sm_nanogpt  # noqa: E402
 from sm_nanogpt.entry_point.config import Config  # noqa: E402
 from sm_nanogpt.entry_point.sizes import hyperparameters_for_size  # noqa: E402
 from sm_nanogpt.entry_point.text import Corpus, read_text, read_tokens  # noqa: E402
-from sm_nanogpt.launcher.forecast.law import Law, MeasuredRun, shared  # noqa: E402
+from sm_nanogpt.launcher.forecast.law import CompleteRun, Law, shared_law  # noqa: E402
 from sm_nanogpt.launcher.forecast.pilots import PILOT_SIZES, Trial, pilots_of, run_trials  # noqa: E402
 from sm_nanogpt.launcher.launching.forecasts import ForecastLedger  # noqa: E402
 from sm_nanogpt.launcher.settings import load_settings  # noqa: E402
@@ -114,11 +114,11 @@ def make_runs(path: Path, sizes: list[float]) -> None:
 # -- fit -------------------------------------------------------------------------------------------
 
 
-def runs_of(rows: Sequence[Row]) -> list[MeasuredRun]:
+def runs_of(rows: Sequence[Row]) -> list[CompleteRun]:
     """The runs in rows of forecast-runs.jsonl."""
     runs = []
     for row in rows:
-        runs.append(MeasuredRun(row["parameters"], row["tokens"], row["unique"], row["loss"]))
+        runs.append(CompleteRun(row["parameters"], row["tokens"], row["unique"], row["loss"]))
     return runs
 
 
@@ -290,9 +290,9 @@ def widening(errors: Sequence[float]) -> float:
     return math.ceil(100 * factor) / 100
 
 
-def pilot_of(row: Row) -> MeasuredRun:
+def pilot_of(row: Row) -> CompleteRun:
     """The run in a row of forecasts.json."""
-    return MeasuredRun(row["matrix_parameters"], row["trained_tokens"], row["unique"], row["loss"])
+    return CompleteRun(row["matrix_parameters"], row["trained_tokens"], row["unique"], row["loss"])
 
 
 def write_law() -> None:
@@ -443,7 +443,7 @@ def twice(path: Path, size: float, seeds: Sequence[int] = (1, 2, 3)) -> None:
             values = {**hyperparameters_for_size(size, n_tokens), "seed": seed}
             trials.append(Trial(f"seed {seed}", values, n_tokens))
 
-    pilots: list[MeasuredRun] = []
+    pilots: list[CompleteRun] = []
     losses: dict[int, dict[str, float]] = {whole: {}, half: {}}  # by their seeds
     for trial, outcome in run_trials(trials, corpus, Source.packaged(), at_once=2):
         if trial.name.startswith("seed"):
@@ -452,7 +452,7 @@ def twice(path: Path, size: float, seeds: Sequence[int] = (1, 2, 3)) -> None:
             pilots.append(run_at(float(trial.name), trial.n_tokens, outcome.loss))
     gains = [losses[whole][seed] - loss for seed, loss in losses[half].items()]
 
-    law = shared().of_text(pilots)
+    law = shared_law().of_text(pilots)
     with_half = run_at(size, half)
     [(loss, _)] = law.losses([with_half])
     change, deviation = law.change(with_half, run_at(size, whole))
@@ -465,10 +465,10 @@ def twice(path: Path, size: float, seeds: Sequence[int] = (1, 2, 3)) -> None:
     )
 
 
-def run_at(size: float, unique: int, loss: float = math.nan) -> MeasuredRun:
+def run_at(size: float, unique: int, loss: float = math.nan) -> CompleteRun:
     """A run of a size on so many tokens; without a loss, one that is to be forecast."""
     sizes = sizes_of(size, unique)
-    return MeasuredRun(sizes["matrix_parameters"], sizes["trained_tokens"], unique, loss)
+    return CompleteRun(sizes["matrix_parameters"], sizes["trained_tokens"], unique, loss)
 
 
 def main() -> None:

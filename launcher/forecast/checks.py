@@ -17,10 +17,11 @@ from sm_nanogpt.launcher.launching.forecasts import Pilot, Row
 MAX_MISFIT = 0.03  # of log losses; honest texts have up to 0.015
 MAX_DEVIATIONS = 4  # of the worth of compute; most texts have up to 2.4, and release notes 5
 MAX_ABOVE = 0.02  # of the largest pilot's log loss over the law; honest texts have up to 0.014
-OTHER_KIND = 1.3  # validation loss over train loss, early in training; honest texts have about 1
-MIN_LOSS = 0.1  # in nats; on a text that repeats itself, a pilot loses less
-MAX_OF_ENTROPY = 0.97  # of the loss by frequencies alone; a pilot that learns loses less
-AS_GOOD = 0.003  # in nats; a size that loses at most so much more is as good
+# Validation loss over train loss, early in training. With texts of one kind, it is about 1.
+MAX_LOSS_RATIO = 1.3
+MIN_LOSS_NATS = 0.1  # on a text that repeats itself, a pilot loses less
+MAX_ENTROPY_SHARE = 0.97  # of the loss by frequencies alone; a pilot that learns loses less
+AS_GOOD_NATS = 0.003  # a size that loses at most so much more is as good
 
 
 def check_text(pilots: Mapping[float, Pilot], ids: Tensor, unit: str) -> None:
@@ -34,10 +35,10 @@ def check_text(pilots: Mapping[float, Pilot], ids: Tensor, unit: str) -> None:
     # The loss of a model that knows only the frequencies.
     entropy = -float((shares * shares.log()).sum())
     lowest = min(pilot.loss for pilot in pilots.values())
-    if lowest < MIN_LOSS:
+    if lowest < MIN_LOSS_NATS:
         problem = f"the text repeats itself: a pilot has a loss of {lowest:.3f} nats"
         raise InputError(f"no forecast: {problem}")
-    if lowest > MAX_OF_ENTROPY * entropy:
+    if lowest > MAX_ENTROPY_SHARE * entropy:
         problem = problem_of_validation(pilots)
         if problem:
             raise InputError(f"no forecast: {problem}", "another-kind")
@@ -76,15 +77,17 @@ def describe_losses(losses: Mapping[float, Expected]) -> str:
 
 
 def has_lowest(losses: Mapping[float, Expected]) -> bool:
-    """True if the losses, in the order of sizes, fall to a lowest one and then rise by over
-    AS_GOOD, as if larger sizes overfit."""
+    """True if the losses, in the order of sizes, fall, and then rise by over AS_GOOD_NATS.
+
+    So they do if larger sizes overfit. False if there are none.
+    """
     if not losses:
         return False
     by_size = [losses[size].loss for size in sorted(losses)]
     lowest = by_size.index(min(by_size))
     falls = by_size[:lowest] == sorted(by_size[:lowest], reverse=True)
     rises = by_size[lowest:] == sorted(by_size[lowest:])
-    return falls and rises and by_size[-1] > by_size[lowest] + AS_GOOD
+    return falls and rises and by_size[-1] > by_size[lowest] + AS_GOOD_NATS
 
 
 def up_to_lowest(losses: Mapping[float, Expected]) -> dict[float, Expected]:
@@ -99,16 +102,16 @@ def problem_of_validation(pilots: Mapping[float, Pilot]) -> str:
     Returns '' if both texts are of one kind.
     """
     pilot = pilots[min(pilots)]
-    if pilot.train_loss is None or pilot.loss <= OTHER_KIND * pilot.train_loss:
+    if pilot.train_loss is None or pilot.loss <= MAX_LOSS_RATIO * pilot.train_loss:
         return ""
     losses = f"a pilot loses {pilot.loss:.2f} nats on it, and {pilot.train_loss:.2f} in training"
     return f"the validation text is of another kind than the training text: {losses}"
 
 
 def best_size(rows: Sequence[Row]) -> float | None:
-    """The smallest size whose loss is at most AS_GOOD over the lowest; None without rows."""
+    """The smallest size whose loss is at most AS_GOOD_NATS over the lowest; None without rows."""
     lowest = min((row.expected.loss for row in rows), default=0.0)
     for row in rows:
-        if row.expected.loss <= lowest + AS_GOOD:
+        if row.expected.loss <= lowest + AS_GOOD_NATS:
             return row.size
     return None

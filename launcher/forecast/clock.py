@@ -10,7 +10,7 @@ from typing import Any
 
 from sm_nanogpt.entry_point.cores import cores
 from sm_nanogpt.entry_point.text import Corpus
-from sm_nanogpt.launcher.forecast.pilots import WRITTEN, PlannedPilot, Trial, run_trials
+from sm_nanogpt.launcher.forecast.pilots import MAX_SAMPLE_TOKENS, PlannedPilot, Trial, run_trials
 from sm_nanogpt.launcher.forecast.sizes import Sizes
 from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.launching.forecasts import ForecastLedger, Pilot
@@ -67,21 +67,21 @@ class LocalClock:
         The time of a long step is computed from that of a smaller size.
         """
         seconds = dict[float, float | None]()
-        flops = math.inf
-        around = 0.0
+        operations_per_second = math.inf
+        seconds_around = 0.0
         for size in sizes:
             config = self.sizes.config(size)
             n_operations = self.sizes.operations_of_step(config)
-            step_seconds = n_operations / flops
+            step_seconds = n_operations / operations_per_second
             if step_seconds < LONG_STEP:
                 n_steps = min(steps_to_time(step_seconds), config.max_steps)
                 timed = self.time(self.first_steps(size, n_steps))
                 if timed is None:
                     return None
-                around = timed.around
+                seconds_around = timed.around
                 step_seconds = timed.step_seconds
-                flops = n_operations / step_seconds
-            seconds[size] = around + step_seconds * self.steps_with_evaluations(config)
+                operations_per_second = n_operations / step_seconds
+            seconds[size] = seconds_around + step_seconds * self.steps_with_evaluations(config)
         return seconds
 
     def fit_step_seconds(
@@ -130,7 +130,7 @@ class LocalClock:
         if not placement.gpus:
             values["processes"] = placement.processes
         threads = max(1, cores() // placement.processes)
-        n_tokens = min(self.sizes.n_tokens, WRITTEN)
+        n_tokens = min(self.sizes.n_tokens, MAX_SAMPLE_TOKENS)
         return Trial(f"speed of size {size:g}", values, n_tokens, threads)
 
     def time(self, trial: Trial) -> Pilot | None:

@@ -13,7 +13,7 @@ from sm_nanogpt.entry_point.text import Corpus
 from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.forecast.checks import (
-    AS_GOOD,
+    AS_GOOD_NATS,
     best_size,
     check_text,
     describe_losses,
@@ -23,10 +23,10 @@ from sm_nanogpt.launcher.forecast.checks import (
     up_to_lowest,
 )
 from sm_nanogpt.launcher.forecast.clock import LocalClock, LocalTimes
-from sm_nanogpt.launcher.forecast.law import MeasuredRun, TextLaw, shared
+from sm_nanogpt.launcher.forecast.law import CompleteRun, TextLaw, shared_law
 from sm_nanogpt.launcher.forecast.pilots import (
-    STEP_OVERHEAD,
-    WRITTEN,
+    MAX_SAMPLE_TOKENS,
+    STEP_OVERHEAD_OPERATIONS,
     PlannedPilot,
     TimeLeft,
     pilots_of,
@@ -47,8 +47,8 @@ from sm_nanogpt.launcher.launching.forecasts import (
 from sm_nanogpt.launcher.source import Source
 
 TABLE_SIZES = (1.0, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
-MAX_COMPUTE = 40  # times that of all pilots; for larger runs nothing is forecast
-Z = 1.2816  # standard deviations to either side of the mean hold 80 %
+MAX_COMPUTE_RATIO = 40  # times that of all pilots; for larger runs nothing is forecast
+Z_80 = 1.2816  # standard deviations to either side of the mean hold 80 %
 
 
 class Forecaster:
@@ -80,24 +80,24 @@ class Forecaster:
         self.ledger = ForecastLedger(ledger_path)
 
     def forecast(
-        self, text: str, instances: Sequence[InstanceType], ceiling: float | None
+        self, text: str, instances: Sequence[InstanceType], max_cost: float | None
     ) -> Forecast:
         """Forecast for this machine and for instance types.
 
-        text: what the forecast calls the text. ceiling: what a job may cost, in USD.
+        text: what the forecast calls the text. max_cost: what a job may cost, in USD.
         """
         pilots = self.pilots()
         whole_pilots = on_most_tokens(pilots)
-        n_checked = min(self.sizes.n_tokens, WRITTEN)
+        n_checked = min(self.sizes.n_tokens, MAX_SAMPLE_TOKENS)
         check_text(whole_pilots, self.corpus.train[0:n_checked], self.unit)
 
         runs = []
         for planned, pilot in pilots.items():
             run = self.sizes.run(planned.size, planned.n_tokens)
             runs.append(replace(run, loss=pilot.loss))
-        law = shared().of_text(runs)
+        law = shared_law().of_text(runs)
         problem = problem_of_law(law, self.training_folder.is_packaged)
-        limit = MAX_COMPUTE * sum(run.compute for run in runs)
+        limit = MAX_COMPUTE_RATIO * sum(run.compute for run in runs)
         candidates = [size for size in TABLE_SIZES if self.sizes.run(size).compute <= limit]
         losses = self.losses(whole_pilots, law, problem, candidates)
         shown = up_to_lowest(losses)
@@ -112,7 +112,7 @@ class Forecaster:
 
         best = best_size(rows) or TABLE_SIZES[0]
         overfits = len(shown) < len(losses)
-        lines = notes(rows, best, overfits, len(candidates), instances, local.busy)
+        lines = notes_on_table(rows, best, overfits, len(candidates), instances, local.busy)
         validation_problem = problem_of_validation(whole_pilots)
         if validation_problem:
             lines.append(validation_problem)
@@ -133,7 +133,7 @@ class Forecaster:
             pilot_seconds=sum(pilot.seconds for pilot in pilots.values()) / cores(),
             rows=rows,
             best=best,
-            affordable=best_size(self.affordable(rows, instances, ceiling)),
+            affordable=best_size(self.affordable(rows, instances, max_cost)),
             twice_text=twice_text,
             twice_compute=twice_compute,
             overfits=overfits,
@@ -168,7 +168,8 @@ class Forecaster:
     def work_of(self, planned: PlannedPilot) -> float:
         """The operations of a pilot, including those that take as long as the overhead of steps."""
         config = self.sizes.config(planned.size, planned.n_tokens)
-        return float(config.max_steps * (self.sizes.operations_of_step(config) + STEP_OVERHEAD))
+        operations = self.sizes.operations_of_step(config) + STEP_OVERHEAD_OPERATIONS
+        return float(config.max_steps * operations)
 
     def losses(
         self,
@@ -183,10 +184,11 @@ class Forecaster:
         Raises InputError if the law has a problem, and the pilots do not show which size is best.
         """
         losses = dict[float, Expected]()
-        if self.sizes.n_tokens <= WRITTEN:  # pilots have read only a part of a longer text
+        # Of a longer text, pilots have read only a part.
+        if self.sizes.n_tokens <= MAX_SAMPLE_TOKENS:
             deviation = law.law.spread * law.law.noise
             for size in sorted(whole_pilots):
-                losses[size] = expected(whole_pilots[size].loss, deviation, measured=True)
+                losses[size] = expected_loss(whole_pilots[size].loss, deviation, measured=True)
         if problem:
             if not has_lowest(losses):
                 raise InputError(f"no forecast: {problem}{describe_losses(losses)}")
@@ -195,17 +197,20 @@ class Forecaster:
         for size in candidates:
             if size > largest_measured:
                 [(loss, deviation)] = law.losses([self.sizes.run(size)])
-                losses[size] = expected(loss, deviation)
+                losses[size] = expected_loss(loss, deviation)
         return losses
 
     def affordable(
-        self, rows: Sequence[Row], instances: Sequence[InstanceType], ceiling: float | None
+        self, rows: Sequence[Row], instances: Sequence[InstanceType], max_cost: float | None
     ) -> list[Row]:
-        """The rows whose size fits the ceiling, in USD, on one of the instance types."""
+        """The rows whose job costs at most max_cost, in USD, on one of the instance types.
+
+        None of them does if max_cost is None.
+        """
         fitting = []
         for row in rows:
-            work = self.sizes.work(row.size)
-            if any(instance.fits(work, ceiling) for instance in instances):
+            operations = self.sizes.run_operations(row.size)
+            if any(instance.fits(operations, max_cost) for instance in instances):
                 fitting.append(row)
         return fitting
 
@@ -218,12 +223,12 @@ class Forecaster:
         instances: Sequence[InstanceType],
     ) -> Row:
         """The row of a size, with its time here and on each instance type, and its cost there."""
-        work = self.sizes.work(size)
+        operations = self.sizes.run_operations(size)
         seconds = {LOCAL: local.seconds[size]}
         dollars = {}
         for instance in instances:
-            seconds[instance.name] = instance.seconds(work)
-            dollars[instance.name] = instance.dollars(work)
+            seconds[instance.name] = instance.seconds(operations)
+            dollars[instance.name] = instance.dollars(operations)
 
         run = self.sizes.run(size)
         config = self.sizes.config(size)
@@ -239,16 +244,16 @@ class Forecaster:
             dollars=dollars,
         )
 
-    def change_to(self, other: MeasuredRun, size: float, loss: float, law: TextLaw) -> Change:
+    def change_to(self, other: CompleteRun, size: float, loss: float, law: TextLaw) -> Change:
         """By how much the loss of another run differs from `loss`, that of a size on this text."""
         change, deviation = law.change(self.sizes.run(size), other)
         return Change(
             nats=loss * math.expm1(change),
-            low=loss * math.expm1(change - Z * deviation),
-            high=loss * math.expm1(change + Z * deviation),
+            low=loss * math.expm1(change - Z_80 * deviation),
+            high=loss * math.expm1(change + Z_80 * deviation),
         )
 
-    def run_of_twice_the_compute(self, size: float) -> MeasuredRun:
+    def run_of_twice_the_compute(self, size: float) -> CompleteRun:
         """The run on this text that takes twice the compute of a size, of the next larger size in
         steps of 1/16."""
         compute = 2 * self.sizes.run(size).compute
@@ -269,14 +274,14 @@ def on_most_tokens(pilots: Mapping[PlannedPilot, Pilot]) -> dict[float, Pilot]:
     return by_size
 
 
-def expected(loss: float, deviation: float, measured: bool = False) -> Expected:
+def expected_loss(loss: float, deviation: float, measured: bool = False) -> Expected:
     """A loss with its 80 % interval. deviation: the standard deviation of the log loss."""
-    low = loss * math.exp(-Z * deviation)
-    high = loss * math.exp(Z * deviation)
+    low = loss * math.exp(-Z_80 * deviation)
+    high = loss * math.exp(Z_80 * deviation)
     return Expected(loss=loss, low=low, high=high, measured=measured)
 
 
-def notes(
+def notes_on_table(
     rows: Sequence[Row],
     best: float,
     overfits: bool,
@@ -286,24 +291,25 @@ def notes(
 ) -> list[str]:
     """Notes on the table of a forecast.
 
-    overfits and busy are as in Forecast. n_sizes: how many of TABLE_SIZES are within MAX_COMPUTE.
+    overfits and busy are as in Forecast. n_sizes: how many of TABLE_SIZES are within
+    MAX_COMPUTE_RATIO.
     """
     lines = []
     if busy:
         estimated = "other programs use this machine, so times are by the pilots' processors"
         lines.append(f"{LOCAL}: {estimated}; a forecast on a quiet machine measures them")
     for instance in instances:
-        if instance.flops is None:
+        if instance.operations_per_second is None:
             problem = f"no speed of {instance.name} is known here"
             lines.append(f"{problem}, as no job of yours ended on it")
         else:
             lines.append(f"the speed of {instance.name} is that of job {instance.job_id}")
     largest = rows[-1].size
     if best < largest:
-        lines.append(f"a size over {best:g} gains less than {AS_GOOD} nats")
+        lines.append(f"a size over {best:g} gains less than {AS_GOOD_NATS} nats")
     if overfits:
         lines.append(f"a size over {largest:g} overfits: its loss is higher")
     elif n_sizes < len(TABLE_SIZES):
-        beyond = f"a run is over {MAX_COMPUTE} times the pilots, and nothing is forecast"
+        beyond = f"a run is over {MAX_COMPUTE_RATIO} times the pilots, and nothing is forecast"
         lines.append(f"from size {TABLE_SIZES[n_sizes]:g} on, {beyond}")
     return lines

@@ -28,10 +28,10 @@ if TYPE_CHECKING:  # they import torch
 
 logger = logging.getLogger(__name__)
 
-FIELDS = {"instance", "data", "validation", "entry_point"}  # that a request for it may have
+ALLOWED_FIELDS = {"instance", "data", "validation", "entry_point"}  # that a request for it may have
 MAX_JOBS = 200  # the newest jobs, whose speeds are read
-MAX_REPEATED = 0.5  # share of a validation text
-LONG_CONTEXT = 4.0  # a size whose context is as long as that of any size
+MAX_REPEATED_SHARE = 0.5  # of a validation text, in the training text
+LONG_CONTEXT_SIZE = 4.0  # no size has a longer context
 
 
 def forecast(
@@ -51,14 +51,14 @@ def forecast(
 
     if max_cost is not None and not 0 < max_cost < math.inf:
         raise InputError("must be more than 0", field="max_cost", value=max_cost)
-    other_fields = sorted(request.explicit_fields().keys() - FIELDS)
+    other_fields = sorted(request.explicit_fields().keys() - ALLOWED_FIELDS)
     if other_fields:
         raise InputError("a forecast takes no such option; leave it out", field=other_fields[0])
     request = with_training_folder(request)
     texts = find_texts(request, settings, settings)
     ledger_path = forecast_path(request, texts, settings)
     for channel in texts.values():
-        problem = why_not_forecast(channel)
+        problem = problem_of_text(channel)
         if problem:
             raise InputError(f"{channel.shown}: {problem}")
     check_repeats(texts)
@@ -69,12 +69,12 @@ def forecast(
     if upload is not None and upload.train_tokens:  # of tokens, the corpus has the beginning
         n_tokens = upload.train_tokens
     forecaster = Forecaster(corpus, request.source, ledger_path, report, n_tokens)
-    check_texts(texts, forecaster.sizes.config(LONG_CONTEXT))
-    instances = known_instances(request, len(corpus.tokenizer), settings)
+    check_texts(texts, forecaster.sizes.config(LONG_CONTEXT_SIZE))
+    instances = instances_to_forecast(request, len(corpus.tokenizer), settings)
     return forecaster.forecast(texts["data"].shown, instances, max_cost)
 
 
-def why_not_forecast(channel: Channel) -> str:
+def problem_of_text(channel: Channel) -> str:
     """Why nothing can be forecast for a text, or ''."""
     if channel.upload is None:
         return "its length is not known; upload it from here"
@@ -87,13 +87,13 @@ def check_repeats(texts: Texts) -> None:
     """Raise InputError if the training text contains so much of the validation text that losses
     measure memory."""
     share = repeated_share_of(texts)
-    if share is not None and share > MAX_REPEATED:
+    if share is not None and share > MAX_REPEATED_SHARE:
         repeats = f"{share:.0%} of the validation text stands in the training text"
         problem = f"no forecast: {repeats}, so losses measure memory"
         raise InputError(f"{texts['data'].shown}: {problem}", "text-repeats")
 
 
-def known_instances(
+def instances_to_forecast(
     request: Request, vocabulary_size: int, settings: Settings
 ) -> list[InstanceType]:
     """The instance types of the request, and those on which a job of the user has ended.
@@ -120,7 +120,7 @@ def known_instances(
     for name in dict.fromkeys([*request.instances, *measured]):
         if backend_class(name).bills:
             instance = measured.get(name, InstanceType(name))
-            instances.append(replace(instance, usd_per_second=price_of(name, settings)))
+            instances.append(replace(instance, usd_per_second=usd_per_second_of(name, settings)))
     return instances
 
 
@@ -130,7 +130,7 @@ def vocabulary_size_of(uri: str, settings: Settings, default: int) -> int:
     return default if upload is None else upload.vocabulary_size or default
 
 
-def price_of(name: str, settings: Settings) -> float | None:
+def usd_per_second_of(name: str, settings: Settings) -> float | None:
     """What a second of a job on an instance type costs, with its disk, in USD.
 
     If that is unknown, returns None, and logs why.

@@ -26,7 +26,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class MeasuredRun:
+class CompleteRun:
     """A complete run, and its loss."""
 
     parameters: int  # of the matrices of its model
@@ -50,7 +50,7 @@ class Law:
     noise: float  # standard deviation of the log loss of a run
     spread: float = 1.0  # widens the intervals of forecasts, so that they hold what they say
 
-    def features(self, runs: Sequence[MeasuredRun]) -> Tensor:
+    def features(self, runs: Sequence[CompleteRun]) -> Tensor:
         """The factors by which c0, c1, and c2 enter the log loss of each run, float64 [runs, 3]."""
         a, b, c = self.exponents
         rows = []
@@ -61,7 +61,7 @@ class Law:
             rows.append((1.0, (p * d) ** -a, (d / u) ** b * (p / u) ** c))
         return torch.tensor(rows, dtype=torch.float64)
 
-    def of_text(self, pilots: Sequence[MeasuredRun]) -> TextLaw:
+    def of_text(self, pilots: Sequence[CompleteRun]) -> TextLaw:
         """Fit the law of a text to the losses of its pilots."""
         x = self.features(pilots)
         y = torch.tensor([math.log(run.loss) for run in pilots], dtype=torch.float64)
@@ -86,7 +86,7 @@ class TextLaw:
     misfit: float  # root mean square of the differences of the pilots' log losses from the law
     above: float  # by how much the log loss of the largest pilot is above the law
 
-    def losses(self, runs: Sequence[MeasuredRun]) -> list[tuple[float, float]]:
+    def losses(self, runs: Sequence[CompleteRun]) -> list[tuple[float, float]]:
         """For each larger run, the median of its loss, and the standard deviation of its log
         loss."""
         x = self.law.features(runs)
@@ -95,7 +95,7 @@ class TextLaw:
         deviations = self.law.spread * variance.sqrt()
         return list(zip(medians.tolist(), deviations.tolist(), strict=True))
 
-    def change(self, run: MeasuredRun, other: MeasuredRun) -> tuple[float, float]:
+    def change(self, run: CompleteRun, other: CompleteRun) -> tuple[float, float]:
         """The log loss of another run minus that of a run, and the standard deviation of this
         difference, which includes the noise of both runs."""
         features, features_of_other = self.law.features([run, other])
@@ -105,6 +105,6 @@ class TextLaw:
 
 
 @cache
-def shared() -> Law:
+def shared_law() -> Law:
     """The law that was fitted to the runs of many texts."""
     return Law(**json.loads(Path(__file__).with_name("law.json").read_bytes()))

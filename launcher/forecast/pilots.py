@@ -20,14 +20,14 @@ from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.text.ids import draw_ids, write_ids
 
 PILOT_SIZES = (1.0, 1.25, 1.5, 1.75)
-PILOT_SIZES_OF_SHORT = (0.5, 0.75, 1.0, 1.25)
-SHORT = 100_000  # tokens of a text; an eighth of fewer is too little for a pilot
-# Tokens of a text of which fractions are taken. Pilots train on up to 0.9 million.
-LARGEST = 1 << 20
-WRITTEN = 1 << 24  # tokens that runs may read of a longer text
+SHORT_TEXT_PILOT_SIZES = (0.5, 0.75, 1.0, 1.25)
+SHORT_TEXT_TOKENS = 100_000  # an eighth of fewer tokens is too little for a pilot
+# Fractions are taken of at most so many tokens of a text. Pilots train on up to 0.9 million.
+MAX_DIVIDED_TOKENS = 1 << 20
+MAX_SAMPLE_TOKENS = 1 << 24  # runs may read so many tokens of a longer text
 # The constant cost of a pilot's step, as the operations that take as long. At a load of 20, a step
 # of sizes 0.5 and 0.75 took 0.15 s, and one of size 1.25, with 25 times the operations, 0.25 s.
-STEP_OVERHEAD = 8e8
+STEP_OVERHEAD_OPERATIONS = 8e8
 
 
 class PlannedPilot(NamedTuple):
@@ -49,11 +49,11 @@ def pilots_of(tokens: int) -> list[PlannedPilot]:
     """
     sizes = PILOT_SIZES
     fractions = product((1.0, 1.5), (2, 4, 8))  # pairs of a size and a divisor of the tokens
-    if tokens < SHORT:
-        sizes = PILOT_SIZES_OF_SHORT
+    if tokens < SHORT_TEXT_TOKENS:
+        sizes = SHORT_TEXT_PILOT_SIZES
         fractions = product((0.5, 1.0), (2, 4))
-    pilots = [PlannedPilot(size, min(tokens, WRITTEN)) for size in sizes]
-    pilots += [PlannedPilot(size, min(tokens, LARGEST) // n) for size, n in fractions]
+    pilots = [PlannedPilot(size, min(tokens, MAX_SAMPLE_TOKENS)) for size in sizes]
+    pilots += [PlannedPilot(size, min(tokens, MAX_DIVIDED_TOKENS) // n) for size, n in fractions]
     return sorted(pilots, reverse=True)
 
 
@@ -126,19 +126,19 @@ def run_trials(
             trial = trials[index]
             if ended.problem:
                 raise ServiceError(f"pilot {trial.name} failed: {ended.problem}")
-            yield trial, outcome(trial, ended)
+            yield trial, pilot_of_trial(trial, ended)
 
 
 def write_texts(directory: Path, trials: Sequence[Trial], corpus: Corpus) -> dict[int, Path]:
     """Write a sample of the text for each length that trials need; return the paths by length."""
     texts = {trial.n_tokens: directory / str(trial.n_tokens) for trial in trials}
-    val = draw_ids(corpus.val, WRITTEN)
+    val = draw_ids(corpus.val, MAX_SAMPLE_TOKENS)
     for n_tokens, text in texts.items():
         write_ids(text, corpus.tokenizer, draw_ids(corpus.train, n_tokens), val)
     return texts
 
 
-def outcome(trial: Trial, ended: FinishedRun) -> Pilot:
+def pilot_of_trial(trial: Trial, ended: FinishedRun) -> Pilot:
     """The pilot of a trial that has ended, by the losses and the times of its metrics."""
     rows = [json.loads(line) for line in (ended.directory / "output" / "metrics.jsonl").open()]
     evaluations = [row for row in rows if "val_loss" in row]

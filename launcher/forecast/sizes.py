@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sm_nanogpt.launcher.forecast.law import MeasuredRun
+from sm_nanogpt.launcher.forecast.law import CompleteRun
 from sm_nanogpt.launcher.source import Source
 
 
@@ -33,17 +33,17 @@ class Sizes:
         with self.training_folder.user_errors():
             return config_class(**values)
 
-    def run(self, size: float, n_tokens: int | None = None) -> MeasuredRun:
+    def run(self, size: float, n_tokens: int | None = None) -> CompleteRun:
         """A run of a size, whose loss is not known."""
         config = self.config(size, n_tokens)
         trained_on = config.max_steps * config.batch_size * config.block_size
-        return MeasuredRun(config.matrix_parameters, trained_on, n_tokens or self.n_tokens)
+        return CompleteRun(config.matrix_parameters, trained_on, n_tokens or self.n_tokens)
 
     def operations_of_step(self, config: Any) -> float:
         """The operations of a step of a run with this config."""
         return operations_of_step(config, self.vocabulary_size)
 
-    def work(self, size: float) -> float:
+    def run_operations(self, size: float) -> float:
         """The operations of a run of a size on the whole text."""
         config = self.config(size)
         return self.operations_of_step(config) * float(config.max_steps)

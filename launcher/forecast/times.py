@@ -16,28 +16,31 @@ class InstanceType:
     """An instance type, with the speed of a job that ended on it, and its price."""
 
     name: str
-    flops: float | None = None  # operations in a second; None if no speed is known
-    around: float = 0.0  # seconds before and after the steps of the job
+    operations_per_second: float | None = None  # None if no speed is known
+    seconds_around: float = 0.0  # before and after the steps of the job
     usd_per_second: float | None = None
     job_id: str = ""
 
-    def seconds(self, work: float) -> float | None:
+    def seconds(self, operations: float) -> float | None:
         """The time of a job of so many operations; None if no speed is known."""
-        if self.flops is None:
+        if self.operations_per_second is None:
             return None
-        return self.around + work / self.flops
+        return self.seconds_around + operations / self.operations_per_second
 
-    def dollars(self, work: float, allowance: float = 0.0) -> float | None:
-        """What so many operations and `allowance` seconds cost, in USD; None if that is unknown."""
-        seconds = self.seconds(work)
+    def dollars(self, operations: float, allowance: float = 0.0) -> float | None:
+        """What so many operations cost, with `allowance` more seconds, in USD; None if unknown."""
+        seconds = self.seconds(operations)
         if seconds is None or self.usd_per_second is None:
             return None
         return (seconds + allowance) * self.usd_per_second
 
-    def fits(self, work: float, ceiling: float | None) -> bool:
-        """True if a job of so many operations costs at most the ceiling, in USD."""
-        dollars = self.dollars(work, OVERHEAD_SECONDS)
-        return dollars is not None and ceiling is not None and dollars <= ceiling
+    def fits(self, operations: float, max_cost: float | None) -> bool:
+        """True if a job of so many operations costs at most max_cost, in USD.
+
+        False if its cost is unknown, or max_cost is None.
+        """
+        dollars = self.dollars(operations, OVERHEAD_SECONDS)
+        return dollars is not None and max_cost is not None and dollars <= max_cost
 
 
 def speed_of(
@@ -60,6 +63,6 @@ def speed_of(
     if getattr(config, "generations", 1) > 1 or "teacher" in job.inputs:  # those are slower
         return None
     step_seconds = config.batch_size * config.block_size / tokens_per_second
-    around = max(0.0, job.ended - job.started - config.max_steps * step_seconds)
-    flops = operations_of_step(config, vocabulary_size()) / step_seconds
-    return InstanceType(job.instance, flops, around, job_id=job.job_id)
+    seconds_around = max(0.0, job.ended - job.started - config.max_steps * step_seconds)
+    operations_per_second = operations_of_step(config, vocabulary_size()) / step_seconds
+    return InstanceType(job.instance, operations_per_second, seconds_around, job_id=job.job_id)

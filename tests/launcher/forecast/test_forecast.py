@@ -33,7 +33,7 @@ from sm_nanogpt.launcher.forecast import forecaster as forecaster_module
 from sm_nanogpt.launcher.forecast import pilots as pilots_module
 from sm_nanogpt.launcher.forecast.checks import best_size, has_lowest, problem_of_law, up_to_lowest
 from sm_nanogpt.launcher.forecast.forecaster import Forecaster
-from sm_nanogpt.launcher.forecast.law import Law, MeasuredRun, shared
+from sm_nanogpt.launcher.forecast.law import CompleteRun, Law, shared_law
 from sm_nanogpt.launcher.forecast.pilots import PlannedPilot, TimeLeft, Trial, pilots_of, trials_of
 from sm_nanogpt.launcher.forecast.times import InstanceType
 from sm_nanogpt.launcher.job import Expected
@@ -57,7 +57,7 @@ LAW = Law((0.1, 0.5, 0.3), [0.5, 0.1, 0.2], IDENTITY, 0.005)
 NUMBERS = torch.tensor([-0.2, 0.6, 0.01], dtype=torch.float64)
 
 
-def true_loss(run: MeasuredRun) -> float:
+def true_loss(run: CompleteRun) -> float:
     return float((LAW.features([run]) @ NUMBERS).exp())
 
 
@@ -82,7 +82,7 @@ def obedient(
         config = Config(**hyperparameters)
         tokens_per_step = config.batch_size * config.block_size
         tokens = config.max_steps * tokens_per_step
-        loss = true_loss(MeasuredRun(config.matrix_parameters, tokens, trial.n_tokens))
+        loss = true_loss(CompleteRun(config.matrix_parameters, tokens, trial.n_tokens))
         step_seconds = 1e-12 * config.matrix_parameters * tokens_per_step
         pilot = Pilot(
             loss=loss,
@@ -104,7 +104,7 @@ def run_pilots_as(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture
 def lawful(monkeypatch):
     run_pilots_as(obedient, monkeypatch)
-    monkeypatch.setattr(forecaster_module, "shared", lambda: LAW)
+    monkeypatch.setattr(forecaster_module, "shared_law", lambda: LAW)
     monkeypatch.setattr(clock, "is_busy", lambda: False)
 
 
@@ -119,10 +119,10 @@ def forecaster(tmp_path, lawful):
 def test_a_law_foretells_the_runs_of_its_text():
     runs = []
     for shape in itertools.product((10**5, 3 * 10**5), (10**5, 10**6), (10**5, 10**6)):
-        run = MeasuredRun(*shape)
+        run = CompleteRun(*shape)
         runs.append(replace(run, loss=true_loss(run)))
 
-    large = MeasuredRun(2 * 10**6, 10**7, 10**6)
+    large = CompleteRun(2 * 10**6, 10**7, 10**6)
     [(loss, deviation)] = LAW.of_text(runs).losses([large])
     assert loss == pytest.approx(true_loss(large), rel=0.01)
     assert abs(math.log(loss / true_loss(large))) < 2 * deviation
@@ -131,7 +131,7 @@ def test_a_law_foretells_the_runs_of_its_text():
 def test_forecasts_start_at_the_loss_of_the_largest_pilot():
     runs = []
     for parameters in (10**5, 2 * 10**5, 3 * 10**5):
-        run = MeasuredRun(parameters, 10**6, 10**6)
+        run = CompleteRun(parameters, 10**6, 10**6)
         runs.append(replace(run, loss=true_loss(run)))
     runs.append(replace(runs[-1], unique=2 * 10**5, loss=2 * runs[-1].loss))  # on a part
     runs[2] = replace(runs[2], loss=1.02 * runs[2].loss)
@@ -147,37 +147,37 @@ def test_the_80_percent_intervals_hold_80_percent_of_truths():
         truth = json.loads(line)
         losses[truth["text"], truth["size"]] = truth["loss"]
     for recorded in json.loads((BENCHMARKS / "forecasts.json").read_text()):
-        law = shared().of_text([run_of(pilot) for pilot in recorded["runs"]])
+        law = shared_law().of_text([run_of(pilot) for pilot in recorded["runs"]])
         rows = [row for row in recorded["rows"] if row["size"] >= 2]
         predicted = law.losses([run_of({**row, "unique": recorded["tokens"]}) for row in rows])
         lowest = min(range(len(rows)), key=lambda n: predicted[n][0])
         for row, (loss, deviation) in list(zip(rows, predicted, strict=True))[: lowest + 1]:
             truth = losses.get((recorded["text"], row["size"]))
             if truth is not None:
-                held.append(abs(math.log(truth / loss)) <= forecaster_module.Z * deviation)
+                held.append(abs(math.log(truth / loss)) <= forecaster_module.Z_80 * deviation)
     assert len(held) > 10
     assert sum(held) >= 0.8 * len(held)
 
 
-def run_of(row: dict[str, Any]) -> MeasuredRun:
-    return MeasuredRun(
+def run_of(row: dict[str, Any]) -> CompleteRun:
+    return CompleteRun(
         row["matrix_parameters"], row["trained_tokens"], row["unique"], row.get("loss", math.nan)
     )
 
 
 def test_fewer_pilots_give_a_wider_interval():
-    run = MeasuredRun(10**5, 10**5, 10**6, 2.0)
-    far = MeasuredRun(10**7, 10**8, 10**6)
+    run = CompleteRun(10**5, 10**5, 10**6, 2.0)
+    far = CompleteRun(10**7, 10**8, 10**6)
     [(_, deviation_of_one)] = LAW.of_text([run]).losses([far])
     [(_, deviation_of_nine)] = LAW.of_text([run] * 9).losses([far])
     assert deviation_of_one > deviation_of_nine
 
 
 def test_the_shipped_law_is_a_law():
-    law = shared()
+    law = shared_law()
     torch.linalg.cholesky(torch.tensor(law.covariance, dtype=torch.float64))
-    small = MeasuredRun(10**6, 10**6, 10**6, 1.5)
-    large = MeasuredRun(2 * 10**6, 4 * 10**6, 10**6)
+    small = CompleteRun(10**6, 10**6, 10**6, 1.5)
+    large = CompleteRun(2 * 10**6, 4 * 10**6, 10**6)
     [(loss, deviation)] = law.of_text([small]).losses([large])
     assert 1.0 < loss < 1.6
     assert 0 < deviation < 0.1
@@ -190,8 +190,8 @@ def test_the_shipped_law_is_a_law():
 def test_pilots_read_the_text_and_parts_of_it(tokens):
     planned = pilots_of(tokens)
     parts = [unique for _, unique in planned]
-    assert max(parts) == min(tokens, pilots.WRITTEN)
-    assert min(parts) >= tokens // 8 or tokens > pilots.LARGEST
+    assert max(parts) == min(tokens, pilots.MAX_SAMPLE_TOKENS)
+    assert min(parts) >= tokens // 8 or tokens > pilots.MAX_DIVIDED_TOKENS
     assert planned == sorted(planned, reverse=True)
 
 
@@ -208,7 +208,7 @@ def test_a_part_is_drawn_from_all_over_the_text(limit):
 def test_a_part_is_written_as_a_run_reads_it(tmp_path):
     whole = corpus()
     train = draw_ids(whole.train, 50_000)
-    val = draw_ids(whole.val, pilots.WRITTEN)
+    val = draw_ids(whole.val, pilots.MAX_SAMPLE_TOKENS)
     write_ids(tmp_path / "text", whole.tokenizer, train, val)
 
     config: Any = Config()
@@ -452,8 +452,8 @@ def test_a_text_with_nothing_left_to_learn_is_not_forecast():
         overfit = 1 + 0.01 * (243_000 / unique - 1)
         config = Config(**hyperparameters_for_size(size, unique))
         tokens = config.max_steps * config.batch_size * config.block_size
-        runs.append(MeasuredRun(config.matrix_parameters, tokens, unique, losses[size] * overfit))
-    law = shared().of_text(runs)
+        runs.append(CompleteRun(config.matrix_parameters, tokens, unique, losses[size] * overfit))
+    law = shared_law().of_text(runs)
     assert "larger models gain less" in problem_of_law(law, is_packaged=True)
 
 
@@ -503,7 +503,7 @@ def test_a_folder_that_compute_does_not_help_is_not_forecast(forecaster):
     runs = []
     for size in sizes:
         runs.append(replace(forecaster.sizes.run(size, 10**6), loss=1.5 - 0.004 * size))
-    assert "compute is worth" in problem_of_law(shared().of_text(runs), is_packaged=True)
+    assert "compute is worth" in problem_of_law(shared_law().of_text(runs), is_packaged=True)
 
 
 def test_a_short_text_is_not_forecast(tmp_path):
@@ -610,7 +610,7 @@ def test_a_ceiling_counts_on_the_types_that_are_known(cli, lawful, text_here, mo
         InstanceType("ml.dear", 1e12, 100.0, 0.1),
         InstanceType("ml.cheap", 1e12, 100.0, 0.001),
     ]
-    monkeypatch.setattr(forecasting, "known_instances", lambda *_: instances)
+    monkeypatch.setattr(forecasting, "instances_to_forecast", lambda *_: instances)
     ran = cli("launch", "--forecast", "--data", text_here, "--max-cost", "5").good
     assert "the lowest below 5.00 USD: size " in ran.out
     assert ran.err.splitlines()[-1].startswith("next: sm-nanogpt launch --instance ml.cheap ")
@@ -729,20 +729,20 @@ def test_own_jobs_tell_the_speed_of_an_instance(forecaster, monkeypatch, home):
         ended("local"),
     ]
     monkeypatch.setattr(forecasting.Listing, "__iter__", lambda self: iter(jobs))
-    monkeypatch.setattr(forecasting, "price_of", lambda name, settings: 0.001)
+    monkeypatch.setattr(forecasting, "usd_per_second_of", lambda name, settings: 0.001)
     read = list[str]()
     monkeypatch.setattr(forecasting, "known_upload", lambda uri, settings: read.append(uri))
     request = Request(instance="ml.g6.xlarge")
-    unknown, measured = forecasting.known_instances(
+    unknown, measured = forecasting.instances_to_forecast(
         request, len(forecaster.corpus.tokenizer), load_settings()
     )
     assert unknown.name == "ml.g6.xlarge"
-    assert unknown.flops is None
+    assert unknown.operations_per_second is None
     assert measured.name == "ml.g5.xlarge"
     assert measured.job_id == jobs[4].job_id
     assert read == [jobs[4].data]  # of no job that tells nothing
     config = forecaster.sizes.config(3.0)
-    seconds = measured.seconds(forecaster.sizes.work(3.0))
+    seconds = measured.seconds(forecaster.sizes.run_operations(3.0))
     assert seconds == pytest.approx(60 + 0.01 * config.max_steps, rel=0.01)
 
 
