@@ -36,7 +36,7 @@ def forecast_sizes(
     max_cost = fields.pop("max_cost", None)  # of a job on any of the known instance types
     request = Request(**fields)
     with at_ctrl_c("the pilots that have ended are kept; the same command goes on from them"):
-        result = forecast(request, settings, lambda line: note(f"pilot: {line}"), max_cost)
+        result = forecast(request, settings, max_cost)
     if as_json:
         print_json(result)
         return

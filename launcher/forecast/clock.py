@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.launching.forecasts import ForecastLedger, Pilot
 from sm_nanogpt.launcher.local.backend import LocalPlacement, plan_processes
 from sm_nanogpt.launcher.machines import is_busy
+
+logger = logging.getLogger(__name__)
 
 LONG_STEP = 0.25  # seconds; the time of a longer step is computed from that of a smaller size
 ROUND_STEPS = 24  # twelve steps with windows of the whole length, and four of each shorter length
@@ -33,15 +36,14 @@ class LocalTimes:
 
 @dataclass(frozen=True)
 class LocalClock:
-    """Times jobs on this machine by a few of their steps. The ledger keeps the measurements.
+    """Times jobs on this machine by a few of their steps, and logs each measurement.
 
-    report gets a line for each measurement.
+    The ledger keeps the measurements.
     """
 
     sizes: Sizes
     corpus: Corpus
     ledger: ForecastLedger
-    report: Callable[[str], None]
 
     def times(self, sizes: Sequence[float], pilots: Mapping[PlannedPilot, Pilot]) -> LocalTimes:
         """The time of a job of each size on this machine, by a few of its steps.
@@ -148,7 +150,7 @@ class LocalClock:
         if is_busy():
             return None
         self.ledger.add_pilot(trial.name, pilot)
-        self.report(f"{trial.name}: {pilot.seconds:.0f} s (1 of 1)")
+        logger.info(f"pilot: {trial.name}: {pilot.seconds:.0f} s (1 of 1)")
         return pilot
 
 

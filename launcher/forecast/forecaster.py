@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,8 @@ from sm_nanogpt.launcher.launching.forecasts import (
 )
 from sm_nanogpt.launcher.source import Source
 
+logger = logging.getLogger(__name__)
+
 TABLE_SIZES = (1.0, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
 MAX_COMPUTE_RATIO = 40  # times that of all pilots; for larger runs nothing is forecast
 Z_80 = 1.2816  # standard deviations to either side of the mean hold 80 %
@@ -54,9 +57,9 @@ Z_80 = 1.2816  # standard deviations to either side of the mean hold 80 %
 class Forecaster:
     """Forecasts the runs of each size on one text, by one training folder.
 
-    The ledger at ledger_path keeps the pilots and the forecasts. report gets a line for each run
-    that ends. n_tokens is the length of the training text; None: the corpus has all of it. Raises
-    InputError if the text is too short for pilots.
+    The ledger at ledger_path keeps the pilots and the forecasts. Each run that ends is logged.
+    n_tokens is the length of the training text; None: the corpus has all of it. Raises InputError
+    if the text is too short for pilots.
     """
 
     def __init__(
@@ -64,12 +67,10 @@ class Forecaster:
         corpus: Corpus,
         training_folder: Source,
         ledger_path: Path,
-        report: Callable[[str], None],
         n_tokens: int | None = None,
     ) -> None:
         self.corpus = corpus
         self.training_folder = training_folder
-        self.report = report
         if n_tokens is None:
             n_tokens = len(corpus.train)
         self.sizes = Sizes(training_folder, n_tokens, len(corpus.tokenizer))
@@ -102,7 +103,7 @@ class Forecaster:
         losses = self.losses(whole_pilots, law, problem, candidates)
         shown = up_to_lowest(losses)
 
-        clock = LocalClock(self.sizes, self.corpus, self.ledger, self.report)
+        clock = LocalClock(self.sizes, self.corpus, self.ledger)
         local = clock.times([*shown], pilots)
         largest = pilots[max(pilots)]
         bits_per_nat = largest.bits_per_byte / largest.loss
@@ -153,15 +154,16 @@ class Forecaster:
         works = {planned.name: self.work_of(planned) for planned in planned_pilots}
         time_left = TimeLeft(sum(works[trial.name] for trial in missing), cores())
         if missing:
-            self.report(f"{len(missing)} to run, {cores()} at a time")
+            logger.info(f"pilot: {len(missing)} to run, {cores()} at a time")
         for trial, pilot in run_trials(missing, self.corpus, self.training_folder, cores()):
             n_ended += 1
             time_left.note_end(works[trial.name], pilot.seconds)
-            self.ledger.add_pilot(trial.name, pilot)  # before it is reported
+            self.ledger.add_pilot(trial.name, pilot)  # before it is logged
             progress = f"{n_ended} of {len(trials)}"
             if n_ended < len(trials):
                 progress += f", time left {duration(time_left.seconds)}"
-            self.report(f"{trial.name}: loss {pilot.loss:.3f}, {pilot.seconds:.0f} s ({progress})")
+            result = f"loss {pilot.loss:.3f}, {pilot.seconds:.0f} s"
+            logger.info(f"pilot: {trial.name}: {result} ({progress})")
         recorded = self.ledger.pilots
         return {planned: recorded[planned.name] for planned in planned_pilots}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -37,13 +36,12 @@ LONG_CONTEXT_SIZE = 4.0  # no size has a longer context
 def forecast(
     request: Request,
     settings: Settings,
-    report: Callable[[str], None] = logger.info,
     max_cost: float | None = None,
 ) -> Forecast:
     """Forecast the loss, time, and cost of each size on the text of a request, on this machine and
     on its instance types.
 
-    report gets a line for each pilot that ends. max_cost is the most that a job on SageMaker may
+    Each pilot that ends is logged. max_cost is the most that a job on SageMaker may
     cost, in USD. Pilots that have ended are kept, also after an interruption. Raises InputError if
     nothing can be forecast, and ServiceError if a pilot fails.
     """
@@ -68,7 +66,7 @@ def forecast(
     n_tokens = None
     if upload is not None and upload.train_tokens:  # of tokens, the corpus has the beginning
         n_tokens = upload.train_tokens
-    forecaster = Forecaster(corpus, request.source, ledger_path, report, n_tokens)
+    forecaster = Forecaster(corpus, request.source, ledger_path, n_tokens)
     check_texts(texts, forecaster.sizes.config(LONG_CONTEXT_SIZE))
     instances = instances_to_forecast(request, len(corpus.tokenizer), settings)
     return forecaster.forecast(texts["data"].shown, instances, max_cost)

@@ -219,12 +219,9 @@ def test_a_checkpoint_of_another_script_is_refused(trained, tmp_path, change, er
 
 
 def test_a_checkpoint_can_be_made_a_model(trained, artefact, tmp_path):
-    assert (
-        export_checkpoint(
-            read_checkpoint(trained / "checkpoints"), tmp_path / "model", Settings(home=tmp_path)
-        )
-        == STEPS
-    )
+    checkpoint = read_checkpoint(trained / "checkpoints")
+    step = export_checkpoint(checkpoint, tmp_path / "model", Settings(home=tmp_path))
+    assert step == STEPS
     assert_same(
         read_safetensors(tmp_path / "model/model.safetensors")[0],
         read_safetensors(artefact / "model.safetensors")[0],

@@ -110,7 +110,7 @@ def lawful(monkeypatch):
 
 @pytest.fixture
 def forecaster(tmp_path, lawful):
-    return Forecaster(corpus(), Source.packaged(), tmp_path / "kept.jsonl", lambda line: None)
+    return Forecaster(corpus(), Source.packaged(), tmp_path / "kept.jsonl")
 
 
 # -- the law ---------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_a_forecast_is_near_the_truth_and_names_the_lowest(forecaster):
 @pytest.mark.parametrize(("eval_interval", "evaluations"), [(10, 9), (100, 0)])
 def test_all_evaluations_but_the_last_take_time(forecaster, eval_interval, evaluations):
     """One is after each interval, which need not divide the steps, and the last at the end."""
-    local_clock = clock.LocalClock(forecaster.sizes, forecaster.corpus, forecaster.ledger, print)
+    local_clock = clock.LocalClock(forecaster.sizes, forecaster.corpus, forecaster.ledger)
     config = Config(
         max_steps=100,
         batch_size=10,
@@ -282,20 +282,21 @@ def test_a_program_that_starts_meanwhile_is_noticed(forecaster, monkeypatch):
 
 def test_a_forecast_from_a_beginning_is_for_the_whole(tmp_path, lawful):
     path = tmp_path / "kept.jsonl"
-    whole = Forecaster(corpus(), Source.packaged(), path, print, n_tokens=5_000_000)
+    whole = Forecaster(corpus(), Source.packaged(), path, n_tokens=5_000_000)
     table = whole.forecast("text", [], None)
     assert table.tokens == 5_000_000
     assert table.rows[0].readings < 10
 
 
-def test_a_pilot_is_kept_before_it_is_reported(tmp_path, lawful):
+def test_a_pilot_is_kept_before_it_is_logged(tmp_path, lawful, monkeypatch):
     path = tmp_path / "kept.jsonl"
 
     def check(line: str) -> None:
         if ": loss" in line:
-            assert line.partition(":")[0] in ForecastLedger(path).pilots
+            assert line.split(": ")[1] in ForecastLedger(path).pilots
 
-    Forecaster(corpus(), Source.packaged(), path, check).forecast("text", [], None)
+    monkeypatch.setattr(forecaster_module.logger, "info", check)
+    Forecaster(corpus(), Source.packaged(), path).forecast("text", [], None)
 
 
 def test_the_time_left_is_by_the_work_of_pilots_that_ended(monkeypatch):
@@ -310,11 +311,11 @@ def test_the_time_left_is_by_the_work_of_pilots_that_ended(monkeypatch):
     assert time_left.seconds == 0.0
 
 
-def test_each_pilot_but_the_last_says_the_time_left(tmp_path, lawful):
+def test_each_pilot_but_the_last_says_the_time_left(forecaster, monkeypatch):
     lines: list[str] = []
-    forecaster = Forecaster(corpus(), Source.packaged(), tmp_path / "kept.jsonl", lines.append)
+    monkeypatch.setattr(forecaster_module.logger, "info", lines.append)
     forecaster.pilots()
-    assert lines[0].startswith(f"{len(lines) - 1} to run, ")
+    assert lines[0].startswith(f"pilot: {len(lines) - 1} to run, ")
     assert all(", time left " in line for line in lines[1:-1])
     assert lines[-1].endswith(f"({len(lines) - 1} of {len(lines) - 1})")
 
@@ -329,7 +330,7 @@ def test_a_forecast_survives_a_kill_at_its_writes(tmp_path, lawful, monkeypatch)
             yield trial, pilot
 
     def make(path: Path) -> Forecast:
-        whole = Forecaster(corpus(), Source.packaged(), path, lambda line: None)
+        whole = Forecaster(corpus(), Source.packaged(), path)
         return whole.forecast("text", [], None)
 
     run_pilots_as(noted, monkeypatch)
@@ -508,11 +509,11 @@ def test_a_folder_that_compute_does_not_help_is_not_forecast(forecaster):
 
 def test_a_short_text_is_not_forecast(tmp_path):
     with pytest.raises(InputError, match="17,991 characters to train on are too few for pilots"):
-        Forecaster(corpus(19_990), Source.packaged(), tmp_path / "kept.jsonl", print)
+        Forecaster(corpus(19_990), Source.packaged(), tmp_path / "kept.jsonl")
 
 
 def test_a_text_of_20000_characters_is_forecast_by_small_sizes(tmp_path, lawful):
-    short = Forecaster(corpus(20_000), Source.packaged(), tmp_path / "kept.jsonl", print)
+    short = Forecaster(corpus(20_000), Source.packaged(), tmp_path / "kept.jsonl")
     table = short.forecast("text", [], None)
     assert [row.size for row in table.rows if row.expected.measured] == [0.5, 0.75, 1, 1.25]
     assert table.rows[-1].size > 1.25
@@ -748,7 +749,7 @@ def test_own_jobs_tell_the_speed_of_an_instance(forecaster, monkeypatch, home):
 
 def test_sizes_that_are_far_from_the_pilots_are_left_out(tmp_path, lawful):
     path = tmp_path / "kept.jsonl"
-    forecaster = Forecaster(corpus(), Source.packaged(), path, print, n_tokens=5_000_000)
+    forecaster = Forecaster(corpus(), Source.packaged(), path, n_tokens=5_000_000)
     table = forecaster.forecast("text", [], None)
     largest = table.rows[-1].size
     assert largest < forecaster_module.TABLE_SIZES[-1]
