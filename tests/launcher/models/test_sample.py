@@ -64,7 +64,7 @@ def test_only_the_end_of_a_long_prompt_counts(job):
     [
         ("--prompt=The ☃ and the \x07", "'\\x07', '☃'"),
         ("--prompt=", "--prompt= is empty"),
-        ("--num-samples=0", "'--num-samples': 0 "),
+        ("--num-samples=0", "--num-samples 0: must be"),
         ("--temperature=nan", "--temperature nan: must be"),
     ],
 )
