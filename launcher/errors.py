@@ -40,12 +40,12 @@ class LauncherError(Exception):
         self, problem: str, code: str = "", field: str = "", value: object = None, **facts: Any
     ) -> None:
         problem = shortened(problem)
-        if not field:
-            message = problem
-        elif value is None:
-            message = f"{field}: {problem}"
-        else:
-            message = f"{shortened(f'{field}={text_of(value)}', MAX_VALUE)}: {problem}"
+        message = problem
+        if field:
+            argument = field
+            if value is not None:
+                argument = shortened(f"{field}={text_of(value)}", MAX_VALUE)
+            message = f"{argument}: {problem}"
         super().__init__(message)
 
         self.problem = problem
@@ -70,7 +70,10 @@ class LauncherError(Exception):
 
 @contextmanager
 def about(field: str, value: object = None) -> Iterator[None]:
-    """Set the field and value of a LauncherError that has no field. Its message does not change."""
+    """Set the field and the value of a LauncherError that the body raises, unless it has a field.
+
+    Its message does not change.
+    """
     try:
         yield
     except LauncherError as error:

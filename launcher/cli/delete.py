@@ -204,7 +204,29 @@ def check_uploads_alone(names: set[str], references: Sequence[str], keep_model: 
 
 def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
     """Delete uploads, by their names or URIs, after confirmation, on this machine and on S3."""
-    from sm_nanogpt.launcher.text.uploads import delete, find_uploads
+    from sm_nanogpt.launcher.text.uploads import delete
+
+    uploads = uploads_named(names, settings)
+    for upload in uploads:
+        check_unused(upload, settings)
+        note(f"{upload.name}, {upload.kind}{uploaded_by(upload)}, {used_by(upload)}:")
+        note(f"  {in_units(upload.size):>8}: {upload.uri}")
+    if any(upload.jobs for upload in uploads):
+        note("jobs and models stay; `launch --resume` of a job then needs the same upload again")
+    total = sum(upload.size for upload in uploads)
+    agree(f"Delete these files, {in_units(total)}?", yes)
+    for upload in uploads:
+        delete(upload, settings)
+        note(f"deleted {upload.uri}: {in_units(upload.size)}")
+
+
+def uploads_named(names: set[str], settings: Settings) -> list[StoredUpload]:
+    """The uploads with these names or URIs, on this machine and on S3.
+
+    If AWS does not list all uploads, those of this machine alone are returned, with a note. Raises
+    AWS's error if that may not be all that is meant, and InputError if a name means no upload.
+    """
+    from sm_nanogpt.launcher.text.uploads import find_uploads
 
     all_uploads, failure = find_uploads(settings)
     uploads = [upload for upload in all_uploads if names & {upload.name, upload.uri}]
@@ -220,17 +242,7 @@ def delete_uploads(names: set[str], settings: Settings, yes: bool) -> None:
         suggestion = did_you_mean(name, [upload.name for upload in all_uploads])
         hint = suggestion or f"`{command('data')}` lists them"
         raise InputError(f"there is no upload {name}; {hint}")
-    for upload in uploads:
-        check_unused(upload, settings)
-        note(f"{upload.name}, {upload.kind}{uploaded_by(upload)}, {used_by(upload)}:")
-        note(f"  {in_units(upload.size):>8}: {upload.uri}")
-    if any(upload.jobs for upload in uploads):
-        note("jobs and models stay; `launch --resume` of a job then needs the same upload again")
-    total = sum(upload.size for upload in uploads)
-    agree(f"Delete these files, {in_units(total)}?", yes)
-    for upload in uploads:
-        delete(upload, settings)
-        note(f"deleted {upload.uri}: {in_units(upload.size)}")
+    return uploads
 
 
 def check_unused(upload: StoredUpload, settings: Settings) -> None:

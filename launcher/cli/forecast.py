@@ -139,10 +139,11 @@ def interval_of(row: Row) -> str:
 
 
 def next_request(typed: dict[str, Any], row: Row) -> dict[str, Any]:
-    """The fields of a request for a job of the size of a row, with a time limit that fits it.
+    """The fields of a request for a job of the size of a row: those that the user typed, and the
+    instance, the size, and a time limit that fits the job.
 
-    With max_cost, which limits the time, it has no such limit; and if the user typed no instance
-    type on SageMaker, it is for the cheapest one.
+    If the user typed max_cost, which limits the time as well, there is no time limit, and without a
+    type on SageMaker the instance is the cheapest one.
     """
     from sm_nanogpt.launcher.backends import backend_class
     from sm_nanogpt.launcher.instances import types_of

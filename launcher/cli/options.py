@@ -304,12 +304,12 @@ class CommandGroup(Command, click.Group):
 
 
 def parse_assignments(
-    context: click.Context | None, parameter: click.Parameter, typed: tuple[str, ...]
+    context: click.Context | None, parameter: click.Parameter, assignments: tuple[str, ...]
 ) -> dict[str, str]:
     """Parse ('n_layer=6',) to {'n_layer': '6'}; an option callback."""
     option = parameter.opts[0]
     values: dict[str, str] = {}
-    for assignment in typed:
+    for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if option in ("--set", "--sweep"):
             name = name.replace("-", "_")
@@ -325,11 +325,11 @@ def parse_assignments(
 
 
 def parse_value_lists(
-    context: click.Context | None, parameter: click.Parameter, typed: tuple[str, ...]
+    context: click.Context | None, parameter: click.Parameter, assignments: tuple[str, ...]
 ) -> dict[str, list[str]]:
     """Parse ('n_layer=4,6',) to {'n_layer': ['4', '6']}; an option callback."""
     values_by_name: dict[str, list[str]] = {}
-    for name, text in parse_assignments(context, parameter, typed).items():
+    for name, text in parse_assignments(context, parameter, assignments).items():
         values = text.split(",")
         are_different = len({as_number(value) for value in values}) == len(values)
         if "" in values or not are_different:

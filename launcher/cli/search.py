@@ -280,7 +280,7 @@ def note_running(search: Search) -> None:
         return
     folder = ledger.begun_folder
     n_runs = counted(len(ledger.runs_of(folder)), "run")
-    if running_try(search):
+    if running_folder(search):
         number = len(ledger.of("try")) + 1
         note(f"running: try {number}, folder {folder[:8]}, {n_runs} made so far")
     elif not folder:
@@ -291,8 +291,8 @@ def note_running(search: Search) -> None:
         note("running: the gain of all kept tries is being measured")
 
 
-def running_try(search: Search) -> str:
-    """The folder that is tried on this machine now, or ''.
+def running_folder(search: Search) -> str:
+    """The SHA-256 of the folder that is tried on this machine now, or ''.
 
     The runs that measure the gain of all kept tries are of the first folder and of the base.
     """
@@ -304,11 +304,11 @@ def running_try(search: Search) -> str:
 
 def cells_of(entry: dict[str, Any]) -> list[str]:
     """The row of a try in the table of `try log`."""
-    difference = pairs = time = "-"
+    difference = n_pairs = time_ratio = "-"
     if "mean" in entry:
         difference = difference_of(entry)
-        pairs = str(entry["pairs"])
-        time = f"x{entry['times']:.2f}"
+        n_pairs = str(entry["pairs"])
+        time_ratio = f"x{entry['times']:.2f}"
     remark = entry["note"]
     if "why" in entry:
         remark += f" ({entry['why']})"
@@ -316,8 +316,8 @@ def cells_of(entry: dict[str, Any]) -> list[str]:
         str(entry["number"]),
         entry["verdict"],
         difference,
-        pairs,
-        time,
+        n_pairs,
+        time_ratio,
         f"{entry['usd']:.2f}",
         entry["folder"][:8],
         remark,
@@ -355,7 +355,7 @@ def find_try(number: int, search: Search) -> dict[str, Any]:
     tries = ledger.of("try")
     if number <= len(tries):
         return tries[number - 1]
-    folder = running_try(search)
+    folder = running_folder(search)
     if number == len(tries) + 1 and folder:
         note(f"try {number} is still running")
         return {"folder": folder, "base": ledger.base}

@@ -301,20 +301,22 @@ def until_stop(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]
     The first is the one that is complete first; if several are, the longest of them. Tokens in
     which a stop may begin are held back until that is decided.
     """
-    held: list[Token] = []
+    held_tokens: list[Token] = []
     for token in tokens:
-        held.append(token)
-        text = "".join(token.text for token in held)
-        end = find_stop(text, stops)
-        n_free = len(text) - count_begun_characters(text, stops) if end is None else end
-        while held and len(held[0].text) <= n_free:
-            n_free -= len(held[0].text)
-            yield held.pop(0)
-        if end is not None:
+        held_tokens.append(token)
+        text = "".join(token.text for token in held_tokens)
+        stop_start = find_stop(text, stops)
+        n_free = stop_start  # the characters that belong to the answer
+        if n_free is None:
+            n_free = len(text) - count_begun_characters(text, stops)
+        while held_tokens and len(held_tokens[0].text) <= n_free:
+            n_free -= len(held_tokens[0].text)
+            yield held_tokens.pop(0)
+        if stop_start is not None:
             if n_free:
-                yield replace(held[0], text=held[0].text[:n_free])
+                yield replace(held_tokens[0], text=held_tokens[0].text[:n_free])
             return
-    yield from held
+    yield from held_tokens
 
 
 def find_stop(text: str, stops: Sequence[str]) -> int | None:
