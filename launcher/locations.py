@@ -113,6 +113,11 @@ def join(location: str, *parts: str) -> str:
     return "/".join([location.rstrip("/"), *parts])
 
 
+def last_part(location: str) -> str:
+    """The name of the file or directory at a location; that of an upload, for its URI."""
+    return location.rstrip("/").rpartition("/")[2]
+
+
 def path_below(directory: Path, name: str, uri: str) -> Path:
     """Return the path for a file of a location that other people can write to; make its directory.
 

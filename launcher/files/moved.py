@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.locations import last_part
 from sm_nanogpt.launcher.settings import Settings
 
 UPLOAD_NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{12}")
@@ -22,7 +23,7 @@ def text_id(uri: str | None) -> str | None:
     """What identifies a text: the name of its upload; if it is no upload, its URI."""
     if uri is None:
         return None
-    name = uri.rstrip("/").rpartition("/")[2]
+    name = last_part(uri)
     if UPLOAD_NAME.fullmatch(name):
         return name
     return uri

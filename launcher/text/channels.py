@@ -15,7 +15,7 @@ from sm_nanogpt.launcher.aws import Offline
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.moved import UPLOAD_NAME
-from sm_nanogpt.launcher.locations import is_on_s3
+from sm_nanogpt.launcher.locations import is_on_s3, last_part
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.store import Upload, is_uploaded, read_manifest
 
@@ -35,7 +35,7 @@ class Channel:
     @property
     def short_name(self) -> str:
         """What messages call the text: the name of an upload, or else the location."""
-        name = self.shown.rstrip("/").rpartition("/")[2]
+        name = last_part(self.shown)
         if "://" in self.shown and UPLOAD_NAME.fullmatch(name):
             return name
         return self.shown

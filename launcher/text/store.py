@@ -25,7 +25,7 @@ from sm_nanogpt.launcher.files.cache import Cache
 from sm_nanogpt.launcher.files.documents import Count, Damaged
 from sm_nanogpt.launcher.files.moved import PART_OF_NAME, UPLOAD_NAME, find_moved
 from sm_nanogpt.launcher.finding import ambiguity_error, is_part
-from sm_nanogpt.launcher.locations import is_on_s3
+from sm_nanogpt.launcher.locations import is_on_s3, last_part
 from sm_nanogpt.launcher.sagemaker.stack import with_stack
 from sm_nanogpt.launcher.settings import Settings
 
@@ -186,7 +186,7 @@ def deleted_uploads(uris: Iterable[str], settings: Settings) -> list[str]:
     """
     names = []
     for uri in uris:
-        name = uri.rstrip("/").rpartition("/")[2]
+        name = last_part(uri)
         if not UPLOAD_NAME.fullmatch(name):
             continue
         with suppress(InputError, ServiceError):

@@ -15,6 +15,7 @@ from sm_nanogpt.entry_point.metrics import duration
 from sm_nanogpt.launcher.curve import seconds_left, total_steps
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.instances import has_local_disks
+from sm_nanogpt.launcher.locations import last_part
 from sm_nanogpt.launcher.sagemaker.cost import usd
 
 Text = Callable[[JobDescription], str | None]  # None: the value is unknown or does not apply
@@ -60,7 +61,7 @@ def instance_text(job: JobDescription) -> str:
 
 def data_name(job: JobDescription) -> str:
     """The last part of the URI of the job's text."""
-    return job.data.rstrip("/").rpartition("/")[2]
+    return last_part(job.data)
 
 
 def step_text(job: JobDescription) -> str | None:

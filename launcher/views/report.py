@@ -20,6 +20,7 @@ from sm_nanogpt.launcher.groups.sweep import MODEL_CHOICES
 from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.judge.evaluation import Evaluation, saved_evaluations
 from sm_nanogpt.launcher.launching.summary import format_value
+from sm_nanogpt.launcher.locations import last_part
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.store import Upload, known_upload
 from sm_nanogpt.launcher.tracking import with_costs
@@ -140,7 +141,7 @@ class ReportedRun:
         configuration["instance_count"] = self.description.instance_count
         for name in ("data", "validation", "init_from", "teacher"):
             location = getattr(self.job, name) or ""
-            configuration[name] = location.rstrip("/").rpartition("/")[2]
+            configuration[name] = last_part(location)
         configuration["script"] = (self.job.source_sha256 or "")[:12]
         return configuration
 
