@@ -45,8 +45,8 @@ CLOCK_MESSAGES = ("Signature expired", "Signature not yet current")
 PATIENT_ATTEMPTS = 6  # of a call
 QUICK_TIMEOUTS = {"connect_timeout": 2, "read_timeout": 3}  # seconds, by botocore's names
 PATIENCE_SECONDS = 300.0  # how long AWS may give no answer until watching a job fails
-AGAIN_SECONDS = 5.0  # between two calls in an outage
-RETRY_SECONDS = 60.0  # after which a job that a quota refused is sent again
+OUTAGE_RETRY_SECONDS = 5.0  # between two calls in an outage
+QUOTA_RETRY_SECONDS = 60.0  # after which a job that a quota refused is sent again
 
 
 def aws_session(settings: Settings) -> Any:
@@ -224,7 +224,7 @@ def patiently(
                 continues = "continues and is billed" if bills else "continues"
                 problem = f"{error}; a running job {continues}"
                 raise ServiceError(problem, code=code, job_id=job_id) from error
-        time.sleep(min(AGAIN_SECONDS, max(0.0, give_up_at - time.monotonic())))
+        time.sleep(min(OUTAGE_RETRY_SECONDS, max(0.0, give_up_at - time.monotonic())))
 
 
 class QuotaWait:
@@ -252,16 +252,17 @@ class QuotaWait:
         self.is_waiting = False
 
     def note_refusal(self, error: OverQuota, others_run: bool) -> bool:
-        """Note that the job may be sent again in RETRY_SECONDS; return True at its first refusal.
+        """Note that the job was refused, and may be sent again in QUOTA_RETRY_SECONDS.
 
-        Raises the refusal if none of our jobs runs or has just ended: then waiting is in vain.
+        Returns True at its first refusal. Raises the refusal if none of our jobs runs or has just
+        ended: then waiting is in vain.
         """
         now = time.monotonic()
         if not others_run and now > self.freed_at + PATIENCE_SECONDS:
             raise error
         is_first = not self.is_waiting
         self.is_waiting = True
-        self.retry_at = now + RETRY_SECONDS
+        self.retry_at = now + QUOTA_RETRY_SECONDS
         return is_first
 
 

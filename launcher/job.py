@@ -21,7 +21,7 @@ from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.values import in_units, plain
 
 DEFAULT_RUN_SECONDS = 3600
-DAY = 86_400  # seconds; the longest run if a cost ceiling sets the limit
+MAX_RUN_SECONDS_BY_COST = 86_400  # a day; if a cost ceiling sets the time limit
 
 SEARCH_VARIABLE = "NANOGPT_SEARCH"  # names the search whose runs a job makes, in its environment
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
@@ -29,8 +29,8 @@ JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 FULL_ID = re.compile(r"sm-nanogpt-(\d{8}-\d{6})-[0-9a-f]{6}(-\d+(-try\d+)?)?")
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # may name a job
 NAME = re.compile(rf"(?!latest$|sm-nanogpt-){WORD.pattern}")
-LONGEST_RUN = 2_419_200  # seconds: 28 days; SageMaker lets no job run longer
-LONGEST_POOL = 3600  # seconds; the API takes more, and AWS's guide says that this is the limit
+MAX_RUN_SECONDS = 2_419_200  # 28 days; SageMaker lets no job run longer
+MAX_POOL_SECONDS = 3600  # the API takes more, and AWS's guide says that this is the limit
 
 Positive = Annotated[Number, Field(gt=0)]
 
@@ -57,7 +57,7 @@ class Expected(Document):
 
 Instances = Annotated[int, Field(ge=1, le=100)]
 Processes = Annotated[int, Field(ge=1, le=1024)]
-Seconds = Annotated[int, Field(ge=60, le=LONGEST_RUN)]
+Seconds = Annotated[int, Field(ge=60, le=MAX_RUN_SECONDS)]
 Dollars = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Gibibytes = Annotated[int, Field(ge=1, le=16_384)]
 Hyperparameter = Annotated[str, AfterValidator(lambda name: name.replace("-", "_"))]
@@ -108,7 +108,7 @@ class Request(TrainingRequest):
     max_run: Seconds | None = None  # None: an hour, or what the cost ceiling allows
     spot: bool | None = None
     max_wait: Seconds | None = None  # None: twice the time limit, up to 28 days
-    keep_alive: Annotated[int, Field(ge=1, le=LONGEST_POOL)] | None = None
+    keep_alive: Annotated[int, Field(ge=1, le=MAX_POOL_SECONDS)] | None = None
     volume_size: Gibibytes | None = None
     input_mode: InputMode | None = None  # of the text; a model is always copied
     environment: dict[str, str] = Field(default_factory=dict)
@@ -251,7 +251,7 @@ class Request(TrainingRequest):
     def _make_config(self, source: Source, defaults: dict[str, Scalar] | None) -> Any:
         presets = source.module("presets").PRESETS
         if self.preset is not None and self.preset not in presets:
-            raise unknown_preset(self.preset, ["auto", *presets])
+            raise unknown_preset_error(self.preset, ["auto", *presets])
         try:
             with source.user_errors():
                 make_config = source.module("config").make_config
@@ -260,7 +260,7 @@ class Request(TrainingRequest):
             names = {name.replace("-", "_"): "" for name in self.hyperparameters}
             if source.known_hyperparameters(names) == names:
                 raise
-            raise unknown_hyperparameter(str(error), source) from error.__cause__
+            raise unknown_hyperparameter_error(str(error), source) from error.__cause__
 
     def metric_definitions(self) -> list[dict[str, str]]:
         with self.source.user_errors():
@@ -326,17 +326,17 @@ class TrainingJob(Request):
     @property
     def time_limit(self) -> int:
         """The seconds that the job may run, by the smallest of its limits."""
-        default = DAY if self.max_cost else DEFAULT_RUN_SECONDS
+        default = MAX_RUN_SECONDS_BY_COST if self.max_cost else DEFAULT_RUN_SECONDS
         limits = (self.max_run or default, self.affordable_run, self.max_wait)
         return min(seconds for seconds in limits if seconds)
 
     @property
     def wait_limit(self) -> int:
         """The seconds that a spot job may take, including its interruptions."""
-        return self.max_wait or min(2 * self.time_limit, LONGEST_RUN)
+        return self.max_wait or min(2 * self.time_limit, MAX_RUN_SECONDS)
 
 
-def unknown_preset(name: str, presets: Sequence[str]) -> InputError:
+def unknown_preset_error(name: str, presets: Sequence[str]) -> InputError:
     problem = f"must be one of {', '.join(presets)}"
     suggestion = did_you_mean(name, presets, limit=1)
     if suggestion:
@@ -344,7 +344,7 @@ def unknown_preset(name: str, presets: Sequence[str]) -> InputError:
     return InputError(problem, field="preset", value=name)
 
 
-def unknown_hyperparameter(problem: str, source: Source) -> InputError:
+def unknown_hyperparameter_error(problem: str, source: Source) -> InputError:
     if source.is_packaged:
         return InputError(problem, code="list-hyperparameters")
     folder = shlex.quote(str(source.directory))

@@ -32,11 +32,11 @@ def config_file() -> Path:
     return default_home() / "config.toml"
 
 
-PREFIX = "SM_NANOGPT_"
+VARIABLE_PREFIX = "SM_NANOGPT_"
 LAUNCHER_VARIABLE = "SM_NANOGPT_LAUNCHER"  # no setting: the runner sets it for train.py
 
 # The beginning of a location that does not depend on the current directory.
-ABSOLUTE = re.compile(r"/|~|s3:|file:|arn:|[\w.+-]+://")
+ABSOLUTE_LOCATION = re.compile(r"/|~|s3:|file:|arn:|[\w.+-]+://")
 
 AWS_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
@@ -58,7 +58,7 @@ class Settings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True
+        env_prefix=VARIABLE_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True
     )
 
     home: Path = Field(default_factory=default_home)
@@ -87,9 +87,9 @@ class Settings(BaseSettings):
         try:
             super().__init__(**plain(values))
         except ValidationError as error:
-            raise invalid_setting(error, arguments=values) from None
+            raise invalid_setting_error(error, arguments=values) from None
         except SettingsError as error:
-            raise not_json(error) from None
+            raise no_json_error(error) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise InputError(f"{config_file()}: not TOML: {error}") from None
 
@@ -97,7 +97,7 @@ class Settings(BaseSettings):
     @classmethod
     def _is_usable(cls, store: str) -> str:
         problem = location_problem(store)
-        if store and not ABSOLUTE.match(store):
+        if store and not ABSOLUTE_LOCATION.match(store):
             problem = "is relative to the current directory; start it with / or ~/"
         if problem:
             raise ValueError(problem)
@@ -176,7 +176,7 @@ class Settings(BaseSettings):
         return self.home / "models"
 
 
-def invalid_setting(error: ValidationError, arguments: Container[str]) -> InputError:
+def invalid_setting_error(error: ValidationError, arguments: Container[str]) -> InputError:
     """The error for a setting that pydantic refused.
 
     If the setting is not among the arguments, it came from a variable or from config.toml.
@@ -185,25 +185,25 @@ def invalid_setting(error: ValidationError, arguments: Container[str]) -> InputE
     name = str(details["loc"][0])
     value = details["input"]
     if details["type"] == "extra_forbidden":
-        problem = no_such_setting(name.lower(), Settings.model_fields)
+        problem = unknown_setting_problem(name.lower(), Settings.model_fields)
     else:
         problem = rephrased(details["msg"])
     if name in arguments:
         return InputError(problem, field=name, value=value)
-    sources = f"{PREFIX}{name.upper()}, or in {config_file()}"
+    sources = f"{VARIABLE_PREFIX}{name.upper()}, or in {config_file()}"
     return InputError(f"{name}={value!r} ({sources}): {problem}")
 
 
-def not_json(error: SettingsError) -> InputError:
+def no_json_error(error: SettingsError) -> InputError:
     """The error for a variable that should be JSON, of a list or a dictionary, and is not."""
     match = re.search(r'field "(\w+)"', str(error))
     variable = str(error)
     if match:
-        variable = f"{PREFIX}{match[1].upper()}"
+        variable = f"{VARIABLE_PREFIX}{match[1].upper()}"
     return InputError(f'{variable}: must be JSON, as ["a", "b"] or {{"a": "b"}}')
 
 
-def no_such_setting(name: str, names: Iterable[str]) -> str:
+def unknown_setting_problem(name: str, names: Iterable[str]) -> str:
     return f"there is no such setting; {did_you_mean(name, names, limit=1, cutoff=0)}"
 
 
@@ -222,7 +222,7 @@ def load_settings(**arguments: str | None) -> Settings:
     check_variables()
     values = {name: value for name, value in arguments.items() if value}
     store = values.get("store")
-    if store and not ABSOLUTE.match(store):
+    if store and not ABSOLUTE_LOCATION.match(store):
         values["store"] = str(Path(store).absolute())  # relative to the current directory
     try:
         settings = Settings(**values)
@@ -236,8 +236,8 @@ def load_settings(**arguments: str | None) -> Settings:
 
 def check_variables() -> None:
     """Raise InputError if an environment variable SM_NANOGPT_* is no setting."""
-    names = [f"{PREFIX}{name.upper()}" for name in Settings.model_fields]
+    names = [f"{VARIABLE_PREFIX}{name.upper()}" for name in Settings.model_fields]
     for variable, value in sorted(os.environ.items()):
         name = variable.upper()
-        if value and name.startswith(PREFIX) and name not in (*names, LAUNCHER_VARIABLE):
-            raise InputError(f"{variable}: {no_such_setting(name, names)}")
+        if value and name.startswith(VARIABLE_PREFIX) and name not in (*names, LAUNCHER_VARIABLE):
+            raise InputError(f"{variable}: {unknown_setting_problem(name, names)}")

@@ -134,7 +134,7 @@ class Source:
         except (KeyboardInterrupt, InputError):
             raise
         except BaseException as error:  # also SystemExit
-            raise self.refusal(error) from error
+            raise self.error_of_code(error) from error
 
     def check_complete(self) -> None:
         """Raise InputError unless the folder has all that the launcher uses."""
@@ -148,7 +148,7 @@ class Source:
                 problem = f"not an edited copy of this version's folder: {module}.py has no"
                 raise InputError(f"{self.directory}: {problem} {min(missing)}", code="copy-folder")
 
-    def refusal(self, error: BaseException) -> InputError:
+    def error_of_code(self, error: BaseException) -> InputError:
         """Turn an error of the folder's code into an InputError.
 
         A TrainingError, which the code raises on purpose, keeps its message. The message of another

@@ -40,7 +40,13 @@ if TYPE_CHECKING:  # it imports torch
 logger = logging.getLogger(__name__)
 
 # The fields of a request whose defaults come from the settings.
-FROM_SETTINGS = ("subnets", "security_group_ids", "network_isolation", "encrypt_traffic", "tags")
+CONFIGURED_FIELDS = (
+    "subnets",
+    "security_group_ids",
+    "network_isolation",
+    "encrypt_traffic",
+    "tags",
+)
 
 
 @dataclass
@@ -92,7 +98,7 @@ class Draft:
         self.backend.settings = self.backend.launch_settings()
         if self.backend.is_remote:
             self.settings = self.backend.settings
-        self.request = with_defaults_of(self.settings, self.request, self.backend)
+        self.request = with_configured_fields(self.settings, self.request, self.backend)
 
     def read_training_folder(self) -> None:
         with about("entry_point", self.request.entry_point):
@@ -276,10 +282,10 @@ def check_name(request: Request, settings: Settings) -> None:
         logger.info(f"{listing.failure}; {none}", extra={"cause": listing.failure})
 
 
-def with_defaults_of(settings: Settings, request: Request, backend: Backend) -> Request:
+def with_configured_fields(settings: Settings, request: Request, backend: Backend) -> Request:
     """The request with the settings for all jobs, such as subnets. Tags of both are merged."""
     defaults = {}
-    for name in FROM_SETTINGS:
+    for name in CONFIGURED_FIELDS:
         value = getattr(settings, name)
         if value and backend.takes_field(name):
             defaults[name] = value

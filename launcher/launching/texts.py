@@ -31,7 +31,7 @@ MAX_READINGS_IF_REGULARIZED = 20
 # A new model needs at least so many tokens of conversations, since it has to learn the language
 # from them, too. From as much plain text, a model learns hardly more than spelling: tiny
 # Shakespeare has 320,000 tokens.
-FEW_CHAT_TOKENS = 200_000
+MIN_CHAT_TOKENS = 200_000
 PARTS = {"data": "training", "validation": "validation"}  # part of the text, by field of a job
 FEW_READINGS = 4  # after 1.8 readings, a larger model gains more than a second generation
 
@@ -105,7 +105,7 @@ def warn_of_long_conversations(upload: Upload, block_size: int) -> None:
 
 def are_few_conversations(upload: Upload) -> bool:
     """True for conversations that are too few to teach a new model the language."""
-    return upload.chats and upload.train_tokens < FEW_CHAT_TOKENS
+    return upload.chats and upload.train_tokens < MIN_CHAT_TOKENS
 
 
 def warn_of_few_conversations(upload: Upload) -> None:

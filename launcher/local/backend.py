@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TAIL_BYTES = 1 << 18  # of a curve, which are more than a thousand rows
-GONE = "its processes are gone: killed, the machine was switched off, or the disk was full"
+GONE_REASON = "its processes are gone: killed, the machine was switched off, or the disk was full"
 
 
 class Record(Document):
@@ -377,7 +377,7 @@ def read_state(directory: Path) -> State:
         last_state = read_document(path, State)  # the job may have just ended
         state = last_state or State()
         if state.status in RUNNING:
-            reason = GONE
+            reason = GONE_REASON
             if last_state is None:
                 reason = f"it could not be started: {last_log_line(directory / 'runner.log')}"
             return state.model_copy(update={"status": "Failed", "reason": reason})

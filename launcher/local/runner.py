@@ -32,7 +32,7 @@ from sm_nanogpt.launcher.local.process import Program, describe_status
 from sm_nanogpt.launcher.settings import Settings, load_settings
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as in StopTrainingJob
-FAILURE_REASON_CHARACTERS = 1024
+MAX_REASON_CHARACTERS = 1024
 # Variables of an outer SageMaker job or launcher, which train.py would read, and those of Python.
 OUTER_PREFIXES = ("SM_", "OMPI_", "PMIX_", "SAGEMAKER_", "TORCHELASTIC_", "PYTHON")
 OUTER_VARIABLES = (
@@ -91,7 +91,7 @@ class LocalRun:
             reason = f"{type(error).__name__}: {error}"
         if reason is not None:
             status = "Failed"
-            reason = reason[:FAILURE_REASON_CHARACTERS]
+            reason = reason[:MAX_REASON_CHARACTERS]
         self.update(status=status, reason=reason, ended=time.time())
 
     def is_stopping(self) -> bool:

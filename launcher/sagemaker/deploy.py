@@ -86,7 +86,7 @@ class Deployment:
         """
         raw = self.describe_changeable()
         if raw is not None and raw["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
-            raise stacks.unusable(raw)
+            raise stacks.unusable_stack_error(raw)
         response = self.client.create_change_set(
             StackName=self.name,
             ChangeSetName=f"sm-nanogpt-{time.strftime('%Y%m%d-%H%M%S')}",
@@ -113,13 +113,13 @@ class Deployment:
     def describe_changeable(self) -> dict[str, Any] | None:
         """Return the answer of DescribeStacks; None if there is no stack.
 
-        Raises `unusable` for a stack that is not ours, or in an operation.
+        Raises `unusable_stack_error` for a stack that is not ours, or in an operation.
         """
         raw = stacks.describe_stack(self.client, self.name)
         if raw is not None:
             is_busy = raw["StackStatus"].endswith("_IN_PROGRESS")
             if is_busy or not stacks.is_our_stack(raw):
-                raise stacks.unusable(raw)
+                raise stacks.unusable_stack_error(raw)
         return raw
 
     def wait_for_changes(self, change_set_id: str) -> list[Change] | None:

@@ -13,11 +13,11 @@ from sm_nanogpt.launcher.aws import Missing
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 Event = tuple[int, str, str]  # of a log: time in ms, stream (HOST-TIME here), message
 # mpirun tags each line with its rank and host; torchrun does not.
-TAGGED = re.compile(r"\[\d+,mpirank:\d+,([^\]]+)\]<std(?:out|err)>:(.*)", re.DOTALL)
-TOOLKIT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [\w.-]+ +([A-Z]+) ")
-START = "Invoking script with the following command:"  # the command is on the next line
+MPIRUN_LINE = re.compile(r"\[\d+,mpirank:\d+,([^\]]+)\]<std(?:out|err)>:(.*)", re.DOTALL)
+TOOLKIT_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [\w.-]+ +([A-Z]+) ")
+START_LINE = "Invoking script with the following command:"  # the command is on the next line
 # A message of each process: images since 2.11 preload a library that they fail to make.
-NOISE = "ERROR: ld.so: object '/libchangehostname.so' "
+NOISE_LINE = "ERROR: ld.so: object '/libchangehostname.so' "
 
 
 def lines_of(
@@ -37,12 +37,12 @@ def lines_of(
             continue
         if stream not in filters:
             filters[stream] = StreamFilter(has_started=stream in running)
-        tagged = TAGGED.match(line)
+        tagged = MPIRUN_LINE.match(line)
         if tagged:
             host, line = tagged[1], tagged[2]
         elif not filters[stream].passes(line):
             continue
-        if not line.startswith(NOISE):
+        if not line.startswith(NOISE_LINE):
             yield line if host == "algo-1" else f"{host}: {line}"
 
 
@@ -55,11 +55,11 @@ class StreamFilter:
 
     def passes(self, line: str) -> bool:
         """True if a line without the tag of mpirun is to be shown."""
-        by_toolkit = TOOLKIT.match(line)
+        by_toolkit = TOOLKIT_LINE.match(line)
         if by_toolkit:
             return by_toolkit[1] in ("ERROR", "CRITICAL")
         if not self.has_started:  # hundreds of lines of environment
-            self.has_started = self.awaits_command = line.startswith(START)
+            self.has_started = self.awaits_command = line.startswith(START_LINE)
             return False
         if self.awaits_command:
             self.awaits_command = not line.strip()
@@ -151,11 +151,11 @@ def last_events(client: Any, stream: str, count: int, raw: bool) -> tuple[list[E
             has_read_start = True  # what the toolkit wrote before it is short: read all of it
         running = {name} if starts_before else set()
         n_lines += len(list(lines_of(page, raw, running)))
-        if n_lines >= count + 2 and not has_read_start:  # two may be the command, after START
+        if n_lines >= count + 2 and not has_read_start:  # two may be the command, after START_LINE
             break
     return events, starts_before
 
 
 def has_start(events: Iterable[Event]) -> bool:
     """True if the script is started in these events."""
-    return any(message.startswith(START) for _, _, message in events)
+    return any(message.startswith(START_LINE) for _, _, message in events)

@@ -25,7 +25,7 @@ from sm_nanogpt.launcher.limits import Violation, violations
 from sm_nanogpt.launcher.sagemaker.caller import our_tags
 from sm_nanogpt.launcher.source import Source
 
-CODE_IN_A_CHANNEL = "/opt/ml/input/data/code/sourcedir.tar.gz"
+CODE_CHANNEL_ARCHIVE = "/opt/ml/input/data/code/sourcedir.tar.gz"
 MAX_PENDING_SECONDS = 86_400  # a job waits so long for GPUs; AWS names no default
 
 
@@ -110,7 +110,7 @@ def toolkit_parameters(job_id: str, job: TrainingJob, placement: Placement) -> d
         "sagemaker_region": placement.region,
     }
     if job.network_isolation:
-        parameters["sagemaker_submit_directory"] = CODE_IN_A_CHANNEL
+        parameters["sagemaker_submit_directory"] = CODE_CHANNEL_ARCHIVE
     if len(job.instances) == 1:  # else the toolkit reads the type that the job runs on
         parameters["sagemaker_instance_type"] = job.instances[0]
     if job.launcher == "torchrun":
@@ -178,13 +178,13 @@ def set_instances(resources: dict[str, Any], job: TrainingJob) -> None:
 
 
 # The fields of a job by the channels, and by the parts of a request, that come from them.
-CHANNEL_FIELDS = {
+FIELD_OF_CHANNEL = {
     "training": "data",
     "validation": "validation",
     "model": "init_from",
     "teacher": "teacher",
 }
-FIELDS = {
+FIELD_OF_PART = {
     "RoleArn": "role",
     "AlgorithmSpecification": "entry_point",
     "HyperParameters": "hyperparameters",
@@ -222,8 +222,8 @@ def field_of(violation: Violation, request: Mapping[str, Any], store: str) -> st
         return "store"
     if part == "InputDataConfig":
         channel = request["InputDataConfig"][path[0]]["ChannelName"]
-        return CHANNEL_FIELDS.get(channel, "store")  # the channel of the code is in the store
-    return FIELDS.get(str(part), "")
+        return FIELD_OF_CHANNEL.get(channel, "store")  # the channel of the code is in the store
+    return FIELD_OF_PART.get(str(part), "")
 
 
 def without_empty(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,13 +117,13 @@ def describe_stack(client: Any, name: str) -> dict[str, Any] | None:
 def read_stack(raw: dict[str, Any]) -> Stack:
     """Read an answer of describe_stack.
 
-    Raises what `unusable` returns for a stack that is not ours, not complete, or being deleted.
+    Raises unusable_stack_error for a stack that is not ours, not complete, or being deleted.
     """
     status = raw["StackStatus"]
     outputs = outputs_of(raw)
     is_complete = {"Store", "RoleArn", "LauncherPolicyArn"} <= outputs.keys()
     if not is_our_stack(raw) or status.startswith("DELETE") or not is_complete:
-        raise unusable(raw)
+        raise unusable_stack_error(raw)
     return Stack(
         name=raw["StackName"],
         status=status,
@@ -157,7 +157,7 @@ def has_succeeded(status: str) -> bool:
     return status.endswith("_COMPLETE") and "ROLLBACK" not in status
 
 
-def unusable(raw: dict[str, Any]) -> LauncherError:
+def unusable_stack_error(raw: dict[str, Any]) -> LauncherError:
     """The error for a stack that cannot be used or changed now."""
     stack = f"stack {raw['StackName']} is {raw['StackStatus']}"
     if not is_our_stack(raw):

@@ -300,7 +300,7 @@ def test_a_sweep_waits_while_another_job_holds_the_quota(ran, monkeypatch):
         submit(fake, job_id)
 
     monkeypatch.setattr(Fake, "submit", after_the_other)
-    monkeypatch.setattr("sm_nanogpt.launcher.aws.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("sm_nanogpt.launcher.aws.QUOTA_RETRY_SECONDS", 0.0)
     other = replace(described("sm-nanogpt-20251231-000000-000000"), instance="ml.g5.xlarge")
     monkeypatch.setattr(Fake, "list", lambda fake: iter([replace(other, status="InProgress")]))
     fake, _ = ran()

@@ -458,7 +458,7 @@ def test_a_killed_runner_ends_its_ranks_and_fails_the_job(detach, cli):
     runner = launching.runner_of(job.directory)
     os.kill(runner, signal.SIGKILL)
     launching.until(lambda: state_of(job) == "Failed", 5)
-    assert backend.GONE in cli("status", job.job_id).out
+    assert backend.GONE_REASON in cli("status", job.job_id).out
     assert "Failed" in cli("jobs").out
     # A rank that is still importing torch notices when it has done so.
     launching.until(lambda: not launching.session_of(runner), 30)
@@ -467,7 +467,7 @@ def test_a_killed_runner_ends_its_ranks_and_fails_the_job(detach, cli):
 def test_a_job_whose_processes_are_gone_has_failed(job, cli):
     change(job.directory / "state.json", status="InProgress")
     goes_on = f"`sm-nanogpt launch --resume {job.job_id}`"
-    assert cli("wait", job.job_id).failed(1, backend.GONE, goes_on)
+    assert cli("wait", job.job_id).failed(1, backend.GONE_REASON, goes_on)
 
 
 def test_deleting_a_jobs_directory_ends_its_processes(detach):

@@ -172,7 +172,7 @@ class Outage:
 @pytest.fixture
 def outage(cloud, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr("sm_nanogpt.launcher.aws.AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr("sm_nanogpt.launcher.aws.OUTAGE_RETRY_SECONDS", 0.1)
     return Outage(monkeypatch)
 
 

@@ -536,7 +536,7 @@ def test_a_job_that_fails_can_be_tried_again(attempt, jobs, home, cloud, failure
 
 def test_a_job_waits_while_another_holds_the_quota(attempt, jobs, home, cloud, monkeypatch):
     """SageMaker counts the job of the base for a while after its end."""
-    monkeypatch.setattr("sm_nanogpt.launcher.aws.RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("sm_nanogpt.launcher.aws.QUOTA_RETRY_SECONDS", 0.1)
     quota = cloud.sagemaker.quota
     quota["ml.g5.12xlarge for training job usage"] = 0
     poll = GroupRun.poll
