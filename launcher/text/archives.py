@@ -60,7 +60,7 @@ def read_zip(content: IO[bytes], file: File) -> Iterator[tuple[str, Talk]]:
         raise archive.error("has no chat that a known program exported", UNPACK)
     for problem in archive.unreadable:
         logger.warning(f"{problem}; it is left out")
-    yield file.shown, other_files
+    yield file.shown, other_files  # a talk without messages, whose count is reported
 
 
 class Archive:

@@ -70,21 +70,23 @@ class Globs:
     def __init__(self, field: str, patterns: Sequence[str]) -> None:
         self.field = field  # of FileOptions
         self.patterns = [pattern.removeprefix("./") for pattern in patterns]
-        self.unused = set(self.patterns)
+        self.used: set[str] = set()  # the patterns that have matched a path
 
     def match(self, path: Path, root: Path) -> bool:
+        """True if a pattern matches the name of a path, or the path below `root`."""
         names = (path.name.lower(), path.relative_to(root).as_posix().lower())
         matches = set()
         for pattern in self.patterns:
             if any(fnmatchcase(name, pattern.lower()) for name in names):
                 matches.add(pattern)
-        self.unused -= matches
+        self.used |= matches
         return bool(matches)
 
     def check_used(self) -> None:
         """Raise InputError if a pattern matched nothing."""
-        for pattern in self.unused:
-            raise InputError("fits no file", field=self.field, value=pattern)
+        for pattern in self.patterns:
+            if pattern not in self.used:
+                raise InputError("fits no file", field=self.field, value=pattern)
 
 
 class FileFinder:
@@ -143,6 +145,7 @@ class FileFinder:
                 logger.info(f"converted to UTF-8: {n_files:,} of {total:,} files, from {encoding}")
 
     def add_source(self, source: TextSource) -> None:
+        """Fetch and add the files of a source. Several folders are folders in the upload too."""
         root = source.path
         if root.is_dir():
             paths = self.files_of_folder(source)
@@ -157,7 +160,11 @@ class FileFinder:
             self.add_file(root, source, Path(root.name))
 
     def add_file(self, path: Path, source: TextSource, name: Path) -> None:
-        """Add a file, with this name in the upload, or one like it if another file has it."""
+        """Add a file of a source. Its name in the upload is like `name`.
+
+        Raises InputError if its name is not UTF-8, if detect_file refuses it, or if it is a file of
+        records and the upload is to be characters.
+        """
         file = detect_file(
             path,
             self.options.encoding,
@@ -174,18 +181,18 @@ class FileFinder:
         self.files.append(replace(file, name=self.name_in_upload(name)))
 
     def name_in_upload(self, name: Path) -> str:
-        """A name for a file in the upload, which ends in .txt.
+        """Like `name`, but ends in .txt, and differs from the earlier names of the upload.
 
-        No two names of an upload differ only by upper and lower case.
+        No two names differ only by upper and lower case.
         """
         stem = without_compression(name).with_suffix("").as_posix()
-        free_name = f"{stem}.txt"
+        name_in_upload = f"{stem}.txt"
         number = 1
-        while free_name.lower() in self.names:
+        while name_in_upload.lower() in self.names:
             number += 1
-            free_name = f"{stem}-{number}.txt"
-        self.names.add(free_name.lower())
-        return free_name
+            name_in_upload = f"{stem}-{number}.txt"
+        self.names.add(name_in_upload.lower())
+        return name_in_upload
 
     def files_of_folder(self, source: TextSource) -> list[Path]:
         """The files of a folder that are taken, sorted. The other files are logged.

@@ -41,8 +41,8 @@ def write_ids(directory: Path, tokenizer: Tokenizer, train: Tensor, val: Tensor)
     parts: dict[str, Any] = {}
     for name, ids in (("train", train), ("val", val)):
         path = directory / f"{name}.bin"
-        file = torch.from_file(str(path), shared=True, size=len(ids), dtype=ids.dtype)
-        file.copy_(ids)
+        file_ids = torch.from_file(str(path), shared=True, size=len(ids), dtype=ids.dtype)
+        file_ids.copy_(ids)
         parts[name] = {"shards": [{"name": path.name, "tokens": len(ids)}]}
     write_tokenizer(directory, tokenizer)
     type_name = {torch.int16: "uint16", torch.int32: "uint32"}[train.dtype]

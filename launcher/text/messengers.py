@@ -150,11 +150,13 @@ def is_telegram_chat(value: Any) -> bool:
 
 
 def is_telegram(value: Any) -> bool:
-    """True for the export of a chat, or of an account."""
-    return is_telegram_chat(value) or bool(telegram_chats(value))
+    return bool(telegram_chats(value))
 
 
 def telegram_chats(value: Any) -> list[Any]:
+    """The chats in the export of a chat, or of an account; [] for any other value."""
+    if is_telegram_chat(value):
+        return [value]
     chats = []
     if has_fields(value, "chats"):
         for group in (value["chats"], value.get("left_chats")):
@@ -164,7 +166,7 @@ def telegram_chats(value: Any) -> list[Any]:
 
 
 def read_telegram(value: dict[str, Any]) -> Iterator[Talk]:
-    for chat in telegram_chats(value) or [value]:
+    for chat in telegram_chats(value):
         talk = Talk()
         for message in chat["messages"]:
             add_telegram_message(talk, message)
@@ -206,13 +208,10 @@ def telegram_text(text: Any) -> str:
 
 
 def seconds_of(message: dict[str, Any]) -> float:
+    """When a message was written, in seconds since the epoch; 0 if it has no date in ISO 8601."""
     if "date_unixtime" in message:
         return float(message["date_unixtime"])
-    return seconds_of_date(message.get("date") or message.get("timestamp"))
-
-
-def seconds_of_date(date: Any) -> float:
-    """The seconds of a date in ISO 8601; 0 for anything else."""
+    date: Any = message.get("date") or message.get("timestamp")
     try:
         return datetime.fromisoformat(date).timestamp()
     except (TypeError, ValueError):
@@ -276,12 +275,9 @@ def add_slack_message(talk: Talk, message: dict[str, Any]) -> None:
     talk.left_out["attached file"] += len(message.get("files") or [])
     text = slack_text(message.get("text") or "")
     if text.strip():
-        talk.add(slack_name(message), text, float(message["ts"]))
-
-
-def slack_name(message: dict[str, Any]) -> str:
-    """The name of the author of a message; without one, the id that name_people replaces."""
-    return name_in_profile(message.get("user_profile")) or message.get("user") or "somebody"
+        user_id = message.get("user") or "somebody"  # name_people replaces it
+        author = name_in_profile(message.get("user_profile")) or user_id
+        talk.add(author, text, float(message["ts"]))
 
 
 def name_in_profile(profile: Any) -> str:

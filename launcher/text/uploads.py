@@ -96,11 +96,11 @@ def uploads_in(
     store: str, jobs: Sequence[JobDescription], settings: Settings
 ) -> Iterator[StoredUpload]:
     """Yield the uploads of texts in a store, and then those of models."""
-    for folder, kind in (("data", "text"), ("models", "model")):
+    for folder in ("data", "models"):
         root = storage.join(store_uri(store), folder)
         for name, entries in entries_by_upload(root, settings).items():
             uri = storage.join(root, name)
-            yield stored_upload(name, uri, kind, entries, jobs, settings)
+            yield stored_upload(name, uri, folder, entries, jobs, settings)
 
 
 def entries_by_upload(root: str, settings: Settings) -> dict[str, dict[str, Entry]]:
@@ -118,7 +118,7 @@ def entries_by_upload(root: str, settings: Settings) -> dict[str, dict[str, Entr
 def stored_upload(
     name: str,
     uri: str,
-    kind: str,
+    folder: str,
     entries: dict[str, Entry],
     jobs: Sequence[JobDescription],
     settings: Settings,
@@ -127,18 +127,13 @@ def stored_upload(
     sizes = {file: entry.size for file, entry in entries.items() if file}
     written = max(entry.written for entry in entries.values())
     upload = read_manifest(uri, settings)
-    if upload is None or not upload.is_whole(sizes):
+    if upload is not None and not upload.is_whole(sizes):
         upload = None
-        kind = "incomplete"
-    elif upload.chats:
-        kind = "conversations"
-    elif upload.train_tokens:
-        kind = "tokens"
     readers = [job for job in jobs if reads(job, uri)]
     return StoredUpload(
         name=name,
         uri=uri,
-        kind=kind,
+        kind=kind_of(upload, folder),
         size=sum(sizes.values()),
         written=written,
         jobs=[job.job_id for job in readers],
@@ -146,6 +141,19 @@ def stored_upload(
         owners=sorted({job.owner for job in readers if job.owner}),
         manifest=upload,
     )
+
+
+def kind_of(upload: Upload | None, folder: str) -> str:
+    """The kind of an upload in a folder of a store, data or models. None: it is incomplete."""
+    if upload is None:
+        return "incomplete"
+    if folder == "models":
+        return "model"
+    if upload.chats:
+        return "conversations"
+    if upload.train_tokens:
+        return "tokens"
+    return "text"
 
 
 def reads(job: JobDescription, uri: str) -> bool:
