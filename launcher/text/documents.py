@@ -89,7 +89,7 @@ class Survey:
             if suspicion not in self.suspicions and re.search(suspicion.pattern, content):
                 self.suspicions[suspicion] = position
 
-    def check(self, name: object) -> None:
+    def check(self, name: str) -> None:
         """Warn of suspicions, and of conversations that are left out.
 
         name: what errors call the text. Raises InputError if too many conversations are left out,

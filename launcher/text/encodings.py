@@ -63,14 +63,15 @@ class Cursor:
 
 
 class TextDecoder:
-    """Decodes the chunks of a file, and knows where in the text it is."""
+    """Decodes a file chunk by chunk, and knows where in the text it is."""
 
-    def __init__(self, file: IO[bytes], name: object, encoding: str) -> None:
+    def __init__(self, file: IO[bytes], name: str, encoding: str) -> None:
         self.file = file
         self.name = name  # of the file in errors
         self.codec = codecs.lookup(encoding).name
         self.decoder = codecs.getincrementaldecoder(self.codec)()
         self.cursor = Cursor()
+        self.n_bytes = 0  # of the text so far
         self.n_beyond_ascii = 0  # bytes of a text in UTF-8
 
     def decode(self, chunk: bytes, is_end: bool = False) -> str:
@@ -84,33 +85,61 @@ class TextDecoder:
                 content, error.start, self.codec, self.cursor, self.n_beyond_ascii
             )
             raise encoding_error(self.name, fault) from None
+        self.n_bytes += len(chunk)
         self.n_beyond_ascii += len(chunk) - len(text)
         self.cursor.advance(text)
         return text
 
+    def zero_error(self, chunk: bytes) -> InputError:
+        """The error for a next chunk with a zero: the text is UTF-16, has some zeros, or is binary.
 
-def read_text(file: IO[bytes], name: object) -> Iterator[str]:
+        The file is read on, and the cursor moves to the zero.
+        """
+        zero = chunk.index(0)
+        self.cursor.advance(chunk[:zero].decode(errors="ignore"))
+        content = chunk + self.file.read(SAMPLE_BYTES)
+        guesses = guess_encodings(content[:GUESS_BYTES])
+        if guesses and guesses[0].startswith("utf_16"):
+            problem = f"{self.name}: is not UTF-8 text ({self.cursor})"
+            return other_encoding_error(problem, EncodingFault(content, 0), guesses)
+        n_controls = len(content) - len(content.translate(None, CONTROLS))
+        zero_at = f"a zero at byte {self.n_bytes + zero}"
+        if n_controls * 100 > len(content):
+            return InputError(f"{self.name}: is a binary file ({zero_at}), not text")
+        problem = f"has {zero_at} ({self.cursor}), as texts of PDFs may"
+        return InputError(f"{self.name}: {problem}", code="leave-out-zeros")
+
+    def check_end(self, last_chunk: bytes) -> None:
+        """Raise InputError if a UTF-8 text ends inside a character, or with a byte of another
+        encoding."""
+        incomplete, _ = self.decoder.getstate()
+        if not incomplete:
+            return
+        is_nearly_ascii = self.n_beyond_ascii <= FEW_BYTES
+        if len(incomplete) == 1 and is_nearly_ascii:
+            fault = EncodingFault(last_chunk, len(last_chunk) - 1, cursor=self.cursor)
+            raise encoding_error(self.name, fault)
+        code = "" if is_nearly_ascii else "mend-utf8"
+        problem = f"it ends inside a character, at {self.cursor}; was it cut?"
+        raise InputError(f"{self.name}: is not UTF-8 text ({problem})", code=code)
+
+
+def read_text(file: IO[bytes], name: str) -> Iterator[str]:
     """Yield the characters of a UTF-8 text, chunk by chunk.
 
     name: what errors call the file. Raises InputError if the text is not UTF-8, or has a zero.
     """
     decoder = TextDecoder(file, name, "utf-8")
-    position = 0  # bytes
     last_chunk = b""
     while chunk := file.read(CHUNK_BYTES):
-        zero = chunk.find(0)
-        if zero >= 0:
-            decoder.cursor.advance(chunk[:zero].decode(errors="ignore"))
-            raise zero_error(name, chunk + file.read(SAMPLE_BYTES), zero, decoder.cursor, position)
+        if 0 in chunk:
+            raise decoder.zero_error(chunk)
         yield decoder.decode(chunk)
-        position += len(chunk)
         last_chunk = chunk
-    incomplete, _ = decoder.decoder.getstate()
-    if incomplete:
-        raise incomplete_end_error(name, last_chunk, incomplete, decoder)
+    decoder.check_end(last_chunk)
 
 
-def as_utf8(file: IO[bytes], name: object, encoding: str = "utf-8") -> io.BufferedReader:
+def as_utf8(file: IO[bytes], name: str, encoding: str = "utf-8") -> io.BufferedReader:
     """A text of this encoding, as UTF-8. Reading raises InputError at bytes of another encoding."""
 
     def make_chunks(file: IO[bytes]) -> Iterator[bytes]:
@@ -151,41 +180,7 @@ class EncodingFault:
         return f"{position}: byte 0x{self.content[self.index]:02x}"
 
 
-def incomplete_end_error(
-    name: object, chunk: bytes, incomplete: bytes, decoder: TextDecoder
-) -> InputError:
-    """The error for a text that ends inside a character, or with a byte of another encoding.
-
-    chunk: the last bytes of the text. incomplete: the bytes of the character.
-    """
-    if len(incomplete) == 1 and decoder.n_beyond_ascii <= FEW_BYTES:
-        index = len(chunk) - len(incomplete)
-        return encoding_error(name, EncodingFault(chunk, index, "utf-8", decoder.cursor))
-    code = "mend-utf8" if decoder.n_beyond_ascii > FEW_BYTES else ""
-    problem = f"it ends inside a character, at {decoder.cursor}; was it cut?"
-    return InputError(f"{name}: is not UTF-8 text ({problem})", code=code)
-
-
-def zero_error(
-    name: object, content: bytes, zero: int, cursor: Cursor, position: int
-) -> InputError:
-    """The error for a text with a zero: it is UTF-16, it has some zeros, or it is binary.
-
-    zero is the index of the zero in `content`, which begins at byte `position` of its file.
-    """
-    guesses = guess_encodings(content[:GUESS_BYTES])
-    if guesses and guesses[0].startswith("utf_16"):
-        fault = EncodingFault(content, 0)
-        return other_encoding_error(f"{name}: is not UTF-8 text ({cursor})", fault, guesses)
-    n_controls = len(content) - len(content.translate(None, CONTROLS))
-    zero_at = f"a zero at byte {position + zero}"
-    if n_controls * 100 > len(content):
-        return InputError(f"{name}: is a binary file ({zero_at}), not text")
-    problem = f"has {zero_at} ({cursor}), as texts of PDFs may"
-    return InputError(f"{name}: {problem}", code="leave-out-zeros")
-
-
-def encoding_error(name: object, fault: EncodingFault) -> InputError:
+def encoding_error(name: str, fault: EncodingFault) -> InputError:
     """The error for a text that is not in its encoding, with the one that it may have."""
     encoding = fault.encoding.removesuffix("-sig")
     if encoding == "utf-8":
@@ -198,7 +193,7 @@ def encoding_error(name: object, fault: EncodingFault) -> InputError:
     return other_encoding_error(f"{name}: is not {encoding.upper()} text ({fault})", line, guesses)
 
 
-def nearly_utf8_error(name: object, fault: EncodingFault) -> InputError | None:
+def nearly_utf8_error(name: str, fault: EncodingFault) -> InputError | None:
     """The error for a text that is UTF-8 except for a few bytes; None for any other text.
 
     To read such a text in another encoding would spoil it. A text with the byte order mark of

@@ -60,7 +60,7 @@ def without_compression(path: Path) -> Path:
 class Unpacking:
     """Counts the bytes that a packed file unpacks to, and refuses too many."""
 
-    def __init__(self, name: object, packed_size: int) -> None:
+    def __init__(self, name: str, packed_size: int) -> None:
         self.name = name
         self.size = 0
         self.limit = max(MAX_RATIO * packed_size, RATIO_FREE_BYTES)
@@ -123,7 +123,7 @@ class ChunkedFile(io.RawIOBase):
         return size
 
 
-def bounded(file: IO[bytes], name: object, packed_size: int) -> io.BufferedReader:
+def bounded(file: IO[bytes], name: str, packed_size: int) -> io.BufferedReader:
     """The content of an unpacked file. To read far more than packed_size raises InputError.
 
     name: what errors call the packed file. packed_size: its bytes.
