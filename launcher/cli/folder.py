@@ -8,15 +8,15 @@ from pathlib import Path
 import click
 
 from sm_nanogpt.entry_point.errors import os_reason
-from sm_nanogpt.launcher.cli.options import DIRECTORY, PATH, Command, complete_search, value_option
+from sm_nanogpt.launcher.cli.options import DIRECTORY, Command, complete_search, value_option
 from sm_nanogpt.launcher.cli.remedies import command
 from sm_nanogpt.launcher.cli.show import note, print_text
 from sm_nanogpt.launcher.errors import InputError
 
 
 @click.command("hyperparameters", cls=Command)
-@value_option("--entry-point DIR", "List those of your edited training folder.", type=PATH)
-def hyperparameters_command(entry_point: str | None) -> None:
+@value_option("--entry-point DIR", "List those of your edited training folder.", type=DIRECTORY)
+def hyperparameters_command(entry_point: Path | None) -> None:
     """List what `launch --set` takes: ranges and defaults.
 
     Example:
@@ -24,19 +24,19 @@ def hyperparameters_command(entry_point: str | None) -> None:
     """
     from sm_nanogpt.launcher.source import Source
 
-    source = Source.read(Path(entry_point)) if entry_point else Source.packaged()
+    source = Source.read(entry_point) if entry_point else Source.packaged()
     table = source.module("command_line").hyperparameter_table()
-    print_text(table.strip("\n").replace("  --", "  "))
+    print_text(table.strip("\n").replace("  --", "  "))  # --set takes names without dashes
 
 
 @click.command("copy-script", cls=Command)
 @click.argument("directory", metavar="[DIR]", type=DIRECTORY, default="my_gpt")
 @value_option(
-    "--from search NAME",
+    "--from search_name NAME",
     "The folder that a search has kept, from `try start NAME`.",
     shell_complete=complete_search,
 )
-def copy_script_command(directory: Path, search: str | None) -> None:
+def copy_script_command(directory: Path, search_name: str | None) -> None:
     """Copy the training folder to DIR (default: my_gpt). Edit the model or the recipe there.
 
     Example:
@@ -46,15 +46,15 @@ def copy_script_command(directory: Path, search: str | None) -> None:
     from sm_nanogpt.launcher.source import Source
 
     folder = shlex.quote(str(directory))
-    if search is None:
+    if search_name is None:
         source = Source.packaged()
         next_command = f"launch --instance local --entry-point {folder}"
     else:
         from sm_nanogpt.launcher.cli.search import open_search
 
-        kept_by = open_search(search)
-        source = kept_by.source(kept_by.ledger.base)
-        next_command = f"try run {folder} --group {search}"
+        search = open_search(search_name)
+        source = search.source(search.ledger.base)
+        next_command = f"try run {folder} --group {search_name}"
     try:
         directory.mkdir(parents=True)
         source.write(directory)

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,17 +88,19 @@ def fetch_and_sample_command(
     Example:
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
     """
-    _, loaded, tokenizer = open_model(model, settings_of(), entry_point)
+    loaded = open_model(model, settings_of(), entry_point)
     from sm_nanogpt.launcher.models.sample import stream_answers
 
-    if tokenizer.chats and prompt is None:
+    if loaded.tokenizer.chats and prompt is None:
         chat = command("chat", shlex.quote(model))
         note(f"the model has learned from conversations: `{chat}` talks to it")
-    columns = stream_answers(loaded, tokenizer, prompt, num_samples=num_samples, **sampling)
+    columns = stream_answers(
+        loaded.model, loaded.tokenizer, prompt, num_samples=num_samples, **sampling
+    )
     start = ""  # what an answer continues
     if prompt is None:
         columns = without_first_breaks(columns)
-    elif not tokenizer.chats:
+    elif not loaded.tokenizer.chats:
         start = prompt
 
     if as_json:
@@ -129,13 +131,17 @@ def without_first_breaks(columns: Iterator[list[str]]) -> Iterator[list[str]]:
         yield pieces
 
 
-def open_model(
-    name: str, settings: Settings, entry_point: Path | None
-) -> tuple[Path, GPT, Tokenizer]:
-    """Load the model of a job, which is fetched first, or the model in a directory.
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is loaded, and its directory on this machine."""
 
-    Returns the directory, the model, and its tokenizer.
-    """
+    directory: Path
+    model: GPT
+    tokenizer: Tokenizer
+
+
+def open_model(name: str, settings: Settings, entry_point: Path | None) -> LoadedModel:
+    """Load the model of a job, which is fetched first, or the model in a directory."""
     from sm_nanogpt.launcher.models.fetch import model_directory
 
     directory = model_directory(name, settings, entry_point)
@@ -145,7 +151,7 @@ def open_model(
     model, tokenizer = load_model(directory, settings, entry_point)
     if is_edited(model):
         note("sampling with the edited or older script that trained this model, which is slower")
-    return directory, model, tokenizer
+    return LoadedModel(directory, model, tokenizer)
 
 
 def player_of(
@@ -160,18 +166,19 @@ def player_of(
     from sm_nanogpt.launcher.views.model_card import card_for, job_behind
     from sm_nanogpt.launcher.views.play import Player
 
-    directory, loaded, tokenizer = open_model(model, settings, entry_point)
+    loaded = open_model(model, settings, entry_point)
     moments: Sequence[Moment] = ()
     if with_moments:
         try:
-            moments = read_moments(directory, loaded)
+            moments = read_moments(loaded.directory, loaded.model)
         except ServiceError as error:
             note(f"warning: the page does not show how the model learned: {error}")
-    job = job_behind(model, directory, settings)
-    card = card_for(directory, job)
+    job = job_behind(model, loaded.directory, settings)
+    card = card_for(loaded.directory, job)
+    player = Player(model, loaded.model, loaded.tokenizer, card, moments=moments)
     if job is None:
-        return Player(model, loaded, tokenizer, card, moments=moments)
-    return Player(job.name or job.job_id, loaded, tokenizer, card, job.job_id, moments)
+        return player
+    return replace(player, name=job.name or job.job_id, job_id=job.job_id)
 
 
 def check_origins(
@@ -285,10 +292,18 @@ def save_model(
     from sm_nanogpt.launcher.views.saved_page import describe_copies, save_model_page
 
     settings = settings_of()
-    directory, loaded, tokenizer = open_model(model, settings, entry_point)
-    job = job_behind(model, directory, settings)
+    loaded = open_model(model, settings, entry_point)
+    job = job_behind(model, loaded.directory, settings)
     page = save_model_page(
-        model, directory, loaded, tokenizer, path, settings, job, bits, n_moments
+        name=model,
+        directory=loaded.directory,
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        path=path,
+        settings=settings,
+        job=job,
+        bits=bits,
+        n_moments=n_moments,
     )
     limit = job.page_limit if job else None
     note(f"weights: {page.rounding}")
@@ -298,7 +313,7 @@ def save_model(
     if limit is not None and page.size > limit:
         note(f"the page has more than the {in_units(limit)} for which the job was launched")
     note(f"size: {in_units(page.size)}; whoever has the file has the model")
-    if count_parameters(loaded) > SLOW_PARAMETERS:
+    if count_parameters(loaded.model) > SLOW_PARAMETERS:
         note(f"it has over {SLOW_PARAMETERS:,} parameters: a browser writes slower than one reads")
     print_text(f"{page.path}\n", nl=False)
 
@@ -321,27 +336,26 @@ def chat_command(model: str, system: str | None, entry_point: Path | None, **sam
       sm-nanogpt chat JOB-ID
       sm-nanogpt chat JOB-ID --system "Answer in one word." --temperature 0
     """
-    _, loaded, tokenizer = open_model(model, settings_of(), entry_point)
+    loaded = open_model(model, settings_of(), entry_point)
     from sm_nanogpt.launcher.models.chat import Chat, Message
     from sm_nanogpt.launcher.models.sample import check_sampling
 
     check_sampling(**sampling)  # before a line is typed
     messages = [Message("system", system)] if system else []
-    if tokenizer.chats:
-        chat = Chat(loaded, tokenizer)
+    if loaded.tokenizer.chats:
+        chat = Chat(loaded.model, loaded.tokenizer)
         shortest = [*messages, Message("user", "?")]
         chat.fit(shortest, sampling["max_new_tokens"])  # or no message would fit
-        converse(partial(answer, loaded, tokenizer, chat, messages, sampling))
+        converse(partial(answer, loaded, chat, messages, sampling))
     elif messages:
         raise InputError("--system is for a model that has learned from conversations")
     else:
         note("the model has not learned from conversations: it continues what you type")
-        converse(partial(continue_prompt, loaded, tokenizer, sampling))
+        converse(partial(continue_prompt, loaded, sampling))
 
 
 def answer(
-    model: GPT,
-    tokenizer: Tokenizer,
+    loaded: LoadedModel,
     chat: Chat,
     messages: list[Message],
     sampling: Mapping[str, Any],
@@ -369,7 +383,7 @@ def answer(
     }
     text = ""
     try:
-        for (piece,) in stream_samples(model, tokenizer, prompt.ids, **options):
+        for (piece,) in stream_samples(loaded.model, loaded.tokenizer, prompt.ids, **options):
             text += piece
             yield piece
     finally:
@@ -378,7 +392,7 @@ def answer(
 
 
 def continue_prompt(
-    model: GPT, tokenizer: Tokenizer, sampling: Mapping[str, Any], line: str, n_replies: int
+    loaded: LoadedModel, sampling: Mapping[str, Any], line: str, n_replies: int
 ) -> Generator[str]:
     """Yield a line, and then the text with which the model continues it.
 
@@ -387,7 +401,7 @@ def continue_prompt(
     from sm_nanogpt.launcher.models.sample import stream_samples
 
     options = {**sampling, "seed": sampling["seed"] + n_replies}
-    columns = stream_samples(model, tokenizer, line or None, **options)
+    columns = stream_samples(loaded.model, loaded.tokenizer, line or None, **options)
     yield line
     for (piece,) in columns:
         yield piece

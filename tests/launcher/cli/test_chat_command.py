@@ -23,7 +23,7 @@ import warm
 
 from sm_nanogpt import InputError, Job, load_model, stream_samples
 from sm_nanogpt.entry_point.conversations import CHAT_TEMPLATE
-from sm_nanogpt.launcher.cli.models import answer, converse
+from sm_nanogpt.launcher.cli.models import LoadedModel, answer, converse
 from sm_nanogpt.launcher.models.chat import Chat, Message
 from sm_nanogpt.launcher.models.load import published_model
 from sm_nanogpt.launcher.models.sample import stream_answers
@@ -76,7 +76,7 @@ def test_each_answer_has_its_seed_and_is_kept_if_interrupted(directory):
     columns = stream_samples(model, tokenizer, prompt.ids, limit, 1, 1.0, seed=5 + 2)
     whole = [piece for (piece,) in columns]
     sampling = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5}
-    pieces = answer(model, tokenizer, chat, messages, sampling, "Hi?", 2)
+    pieces = answer(LoadedModel(directory, model, tokenizer), chat, messages, sampling, "Hi?", 2)
     assert [next(pieces) for _ in range(9)] == whole[:9]
     pieces.close()
     assert messages[1:] == [Message("assistant", "".join(whole[:9]))]
