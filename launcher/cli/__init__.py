@@ -26,6 +26,7 @@ from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.entry_point.startup import limit_spinning, open_standard_streams
 from sm_nanogpt.launcher.cli import (
     account,
+    chat,
     delete,
     evaluate,
     folder,
@@ -71,7 +72,7 @@ COMMANDS: dict[str, list[click.Command]] = {
     ],
     "Models": [
         models.fetch_and_sample_command,
-        models.chat_command,
+        chat.chat_command,
         models.play_command,
         evaluate.eval_command,
     ],

@@ -23,7 +23,8 @@ import warm
 
 from sm_nanogpt import InputError, Job, load_model, stream_samples
 from sm_nanogpt.entry_point.conversations import CHAT_TEMPLATE
-from sm_nanogpt.launcher.cli.models import LoadedModel, answer, converse
+from sm_nanogpt.launcher.cli.chat import answer, converse
+from sm_nanogpt.launcher.cli.models import LoadedModel
 from sm_nanogpt.launcher.models.chat import Chat, Message
 from sm_nanogpt.launcher.models.load import published_model
 from sm_nanogpt.launcher.models.sample import stream_answers

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from sm_nanogpt.launcher.cli.chat import converse
 from sm_nanogpt.launcher.cli.evaluate import print_documents
-from sm_nanogpt.launcher.cli.models import converse
 from sm_nanogpt.launcher.judge.evaluation import Passage
 
 
