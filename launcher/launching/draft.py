@@ -54,8 +54,9 @@ class Draft:
     """A job in the making. Each step fills a part of its request that is still open.
 
     original is the request as the user made it. models has the initial model and the teacher, by
-    the fields `init_from` and `teacher`; base is the name of the initial model. The settings of
-    backend have the job's store and role. twice_fit is the size for twice the bytes of `fit`.
+    the fields `init_from` and `teacher`; base is what people call the model of `init_from`. The
+    settings of backend have the job's store and role. twice_fit is the size for twice the bytes of
+    the page that `fit` limits.
     """
 
     original: Request
@@ -124,8 +125,8 @@ class Draft:
         request = self.request
         if request.size is not None or request.has_open_size:
             return
-        continues = self.original.resume is not None or self.original.init_from is not None
-        if request.preset is None and not continues and rents_gpus(request.instance_name):
+        is_new_model = self.original.resume is None and self.original.init_from is None
+        if request.preset is None and is_new_model and rents_gpus(request.instance_name):
             self.change_request(preset="baby")
         self.request.config()  # raises for a mistake before a long text is read
 
@@ -172,22 +173,22 @@ class Draft:
         explicit = {*self.original.hyperparameters}
         if "generations" in self.job.hyperparameters:  # chosen together with an open size
             explicit.add("generations")
-        facts: dict[str, Any] = {"summary": summary_of(self.job, explicit)}
+        fields: dict[str, Any] = {"summary": summary_of(self.job, explicit)}
         if self.earlier is None:
-            facts["page_limit"] = self.original.fit
-            facts["expected"] = self.forecast_loss()
+            fields["page_limit"] = self.original.fit
+            fields["expected"] = self.forecast_loss()
         else:
-            facts |= self.facts_of_earlier(self.earlier.job)
-        self.job = self.job.model_copy(update=facts)
+            fields |= self.description_by(self.earlier.job)
+        self.job = self.job.model_copy(update=fields)
 
-    def facts_of_earlier(self, earlier: TrainingJob) -> dict[str, Any]:
-        """The fields that describe the earlier job and this one alike."""
-        facts: dict[str, Any] = {"page_limit": earlier.page_limit}
+    def description_by(self, earlier: TrainingJob) -> dict[str, Any]:
+        """The fields of the earlier job that describe this one too."""
+        fields: dict[str, Any] = {"page_limit": earlier.page_limit}
         if self.job.config() == earlier.config():  # it is the same run
-            facts["expected"] = earlier.expected
+            fields["expected"] = earlier.expected
             if earlier.summary.startswith("size "):
-                facts["summary"] = f"{earlier.summary} resumes {self.request.resume}"
-        return facts
+                fields["summary"] = f"{earlier.summary} resumes {self.request.resume}"
+        return fields
 
     def forecast_loss(self) -> Expected | None:
         """The loss that is forecast for the run; None if there is no forecast.
@@ -217,8 +218,8 @@ class Draft:
         if not rows:
             length = sizing.text_length(self.job, self.texts)
             if length.n_tokens < MIN_TRAINING_TOKENS:
-                few = f"{length.n_tokens:,} {length.unit} to train on are too few for pilots"
-                logger.info(f"no loss is forecast for this text: {few}")
+                reason = f"{length.n_tokens:,} {length.unit} to train on are too few for pilots"
+                logger.info(f"no loss is forecast for this text: {reason}")
                 return
             data = named_by(self.texts["data"].shown, self.backend.settings)
             extra = {"code": "forecast-first", "data": shlex.quote(data)}
@@ -228,17 +229,17 @@ class Draft:
             logger.info(f"the forecast has no loss for size {self.job.size:g}")
             return
         assert self.twice_fit is not None
-        twice = self.twice_fit.size
-        twice_expected = expected_of(twice, rows)
-        if twice == self.job.size:
-            gain = "twice the file gives nothing more"
+        twice_size = self.twice_fit.size
+        twice_expected = expected_of(twice_size, rows)
+        if twice_size == self.job.size:
+            comparison = "twice the file gives nothing more"
         elif twice_expected is None:
-            gain = f"twice the file is size {twice:g}, for which nothing is forecast"
+            comparison = f"twice the file is size {twice_size:g}, for which nothing is forecast"
         else:
-            gain = f"twice the file, size {twice:g}: {twice_expected.loss:.3f}"
+            comparison = f"twice the file, size {twice_size:g}: {twice_expected.loss:.3f}"
         if self.n_generations > 1:
-            gain += "; that is for one generation, and two lose less"
-        logger.info(f"forecast: loss {expected}; {gain}")
+            comparison += "; that is for one generation, and two lose less"
+        logger.info(f"forecast: loss {expected}; {comparison}")
 
 
 def fill(request: Request, settings: Settings, texts: Texts | None = None) -> Draft:
@@ -266,34 +267,37 @@ def check_name(request: Request, settings: Settings) -> None:
     if request.name is None:
         return
     is_remote = request.backend_class.is_remote
-    owner = recorded_group(request.name, settings)
+    id_with_name = recorded_group(request.name, settings)
     listing = Listing(settings, name=request.name)
-    if owner is None:
+    if id_with_name is None:
         asks_remote = is_remote or remote_launches(settings)
         jobs = iter(listing) if asks_remote else listing.of_this_machine()
         job = next(jobs, None)
-        owner = job.job_id if job is not None else None
-    if owner is not None:
-        raise InputError(f"{owner} has this name", field="name", value=request.name)
+        id_with_name = job.job_id if job is not None else None
+    if id_with_name is not None:
+        raise InputError(f"{id_with_name} has this name", field="name", value=request.name)
     if listing.failure is not None:
         if is_remote and not isinstance(listing.failure, Offline):
             raise listing.failure
-        none = f"of the jobs of this machine, none is named {request.name}"
-        logger.info(f"{listing.failure}; {none}", extra={"cause": listing.failure})
+        result = f"of the jobs of this machine, none is named {request.name}"
+        logger.info(f"{listing.failure}; {result}", extra={"cause": listing.failure})
 
 
 def with_configured_fields(settings: Settings, request: Request, backend: Backend) -> Request:
-    """The request with the settings for all jobs, such as subnets. Tags of both are merged."""
+    """The request, with the settings for all jobs in place of fields that it leaves out.
+
+    Tags of both are merged. Raises InputError if a setting does not fit the request.
+    """
+    explicit = request.explicit_fields()
     defaults = {}
     for name in CONFIGURED_FIELDS:
         value = getattr(settings, name)
-        if value and backend.takes_field(name):
+        is_open = name == "tags" or name not in explicit
+        if value and is_open and backend.takes_field(name):
             defaults[name] = value
-    explicit = request.explicit_fields()
-    changed = sorted(name for name in defaults if name == "tags" or name not in explicit)
-    if not changed:
+    if not defaults:
         return request
-    logger.info(f"configured: {', '.join(changed)}")
+    logger.info(f"configured: {', '.join(sorted(defaults))}")
     tags = {**settings.tags, **request.tags}
     try:
         return request.replaced(**{**defaults, **explicit, "tags": tags})
@@ -302,7 +306,7 @@ def with_configured_fields(settings: Settings, request: Request, backend: Backen
 
 
 def with_training_folder(request: Request) -> Request:
-    """The request with its training folder, which is read here once."""
+    """The request with its training folder, which a launch reads once. Raises InputError."""
     source = request.source
     if request.entry_point is not None:
         source.check_complete()

@@ -178,7 +178,7 @@ def check_models(draft: Draft) -> None:
     teacher is shorter than that of the run."""
     for model in draft.models.values():
         for text in draft.texts.values():
-            model.check_known(text)
+            model.check_text(text)
     teacher = draft.models.get("teacher")
     if teacher is None:
         return

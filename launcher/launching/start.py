@@ -42,7 +42,7 @@ class InitialModel:
     hyperparameters: Mapping[str, Scalar]
     tokenizer: Tokenizer
 
-    def check_known(self, text: Channel) -> None:
+    def check_text(self, text: Channel) -> None:
         """Raise InputError if the tokens of a text are not the model's, or if it has no ids for the
         text's characters.
 

@@ -78,17 +78,18 @@ def part_of(name: str, texts: Texts) -> str:
     return PARTS[name] if "validation" in texts else ""
 
 
-def check_upload(upload: Upload, shown: str, config: Any, part: str) -> None:
+def check_upload(upload: Upload, name: str, config: Any, part: str) -> None:
     """Raise InputError if a run of this config would refuse a text.
 
-    `part` is a value of PARTS, or "" if the text holds both parts.
+    name is what the message calls the text. part is a value of PARTS, or "" if the text holds both
+    parts.
     """
     if not upload.train_tokens and getattr(config, "mask_documents", False):
         problem = "mask_documents needs tokens, whose documents have an end"
-        raise InputError(f"{shown}: {problem}", code="needs-ends")
+        raise InputError(f"{name}: {problem}", code="needs-ends")
     problem = problem_of_upload(upload, config, part)
     if problem:
-        raise InputError(f"{shown}: {problem}")
+        raise InputError(f"{name}: {problem}")
 
 
 def warn_of_long_conversations(upload: Upload, block_size: int) -> None:
@@ -98,9 +99,10 @@ def warn_of_long_conversations(upload: Upload, block_size: int) -> None:
         if context > block_size:
             n_long += n_conversations
     if n_long:
-        longer = f"{n_long:,} of {upload.documents:,} conversations are longer than"
-        end = "each ends with its last answer that fits; one without is left out"
-        logger.warning(f"{longer} block_size={block_size}: {end}")
+        subject = f"{n_long:,} of {upload.documents:,} conversations"
+        problem = f"{subject} are longer than block_size={block_size}"
+        effect = "each ends with its last answer that fits; one without is left out"
+        logger.warning(f"{problem}: {effect}")
 
 
 def are_few_conversations(upload: Upload) -> bool:
@@ -111,9 +113,9 @@ def are_few_conversations(upload: Upload) -> bool:
 def warn_of_few_conversations(upload: Upload) -> None:
     """Warn if a new model would learn too little from conversations alone."""
     if are_few_conversations(upload):
-        few = f"{upload.train_tokens:,} tokens of conversations are few for a new model"
+        problem = f"{upload.train_tokens:,} tokens of conversations are few for a new model"
         reason = "which learns the language from them, too"
-        logger.warning(f"{few}, {reason}", extra={"code": "base-first"})
+        logger.warning(f"{problem}, {reason}", extra={"code": "base-first"})
 
 
 def repeated_share_of(
@@ -179,9 +181,9 @@ def problem_of_answers(upload: Upload, config: Any) -> str:
     for part, shortest in upload.answers.items():
         if shortest > config.block_size:
             window = f"within block_size={config.block_size} tokens"
-            none = f"no conversation in {part} has an answer {window}"
+            problem = f"no conversation in {part} has an answer {window}"
             advice = f"it needs block_size={shortest} or more; train the base model with that too"
-            return f"{none}; {advice}"
+            return f"{problem}; {advice}"
     return ""
 
 

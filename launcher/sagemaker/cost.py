@@ -55,10 +55,10 @@ class Unconfirmed(InputError):
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The most that a job, and the jobs that it resumes, may cost, in USD, and who set that."""
+    """The most that a job, and the jobs that it resumes, may cost."""
 
-    amount: float
-    source: str
+    amount: float  # USD
+    source: str  # who set it, as the end of a sentence
 
     def __str__(self) -> str:
         return f"the ceiling of {usd(self.amount)}{self.source}"
@@ -69,20 +69,20 @@ def usd(amount: float) -> str:
     return f"{math.ceil(round(amount * 100, 6)) / 100:,.2f} USD"
 
 
-def check_confirmed(worst: float, max_cost: float | None, settings: Settings) -> None:
+def check_confirmed(worst_cost: float, max_cost: float | None, settings: Settings) -> None:
     """Raise Unconfirmed if jobs may cost more than ask_above and have no ceiling.
 
-    worst: what they may cost, in USD. max_cost: their ceiling, if the user chose it now. The
-    ceiling of a resumed job is no consent.
+    worst_cost: what they may cost, in USD; infinite if that is unknown. max_cost: their ceiling, if
+    the user chose it now. The ceiling of a resumed job is no consent.
     """
-    has_ceiling = bool(max_cost or settings.max_cost) and worst < math.inf
-    if worst <= settings.ask_above or has_ceiling:
+    has_ceiling = bool(max_cost or settings.max_cost) and worst_cost < math.inf
+    if worst_cost <= settings.ask_above or has_ceiling:
         return
-    cost = "an unknown amount" if worst == math.inf else usd(worst)
+    cost = "an unknown amount" if worst_cost == math.inf else usd(worst_cost)
     raise Unconfirmed(
         f"this may cost {cost}, more than {usd(settings.ask_above)} (ask_above), without a ceiling",
         code="cost-unconfirmed",
-        worst_cost=worst,
+        worst_cost=worst_cost,
         limit=settings.ask_above,
     )
 
@@ -122,29 +122,32 @@ def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
     return ceiling
 
 
-def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -> TrainingJob:
+def with_affordable_run(
+    job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float
+) -> TrainingJob:
     """Return the job with a time limit that keeps it below the ceiling.
 
-    spent: what the jobs that this one resumes have cost, in USD. Raises CeilingTooLow.
+    per_hour: what an hour costs, in USD. spent: what the jobs that this one resumes have cost, in
+    USD. Raises CeilingTooLow.
     """
     keep_alive = job.keep_alive or 0
-    longest = longest_run(ceiling.amount - spent, per_hour, keep_alive)
-    if longest >= job.time_limit:
+    affordable_seconds = longest_run(ceiling.amount - spent, per_hour, keep_alive)
+    if affordable_seconds >= job.time_limit:
         return job
-    shortest = MIN_RUN_SECONDS
+    min_seconds = MIN_RUN_SECONDS
     if job.max_run is not None and job.max_cost is None:
-        shortest = job.max_run  # the user asked for all of it
-    if longest >= shortest:
-        return job.model_copy(update={"affordable_run": longest})
+        min_seconds = job.max_run  # the user asked for all of it
+    if affordable_seconds >= min_seconds:
+        return job.model_copy(update={"affordable_run": affordable_seconds})
 
-    origin = job.origin("max_run") if shortest == job.max_run else ""
-    worst = usd(spent + worst_case(per_hour, shortest, keep_alive))
+    origin = job.origin("max_run") if min_seconds == job.max_run else ""
+    worst_cost = usd(spent + worst_case(per_hour, min_seconds, keep_alive))
     advice = ""
-    if longest >= MIN_RUN_SECONDS:
-        advice = f"; a run of at most {longest} s stays below it"
+    if affordable_seconds >= MIN_RUN_SECONDS:
+        advice = f"; a run of at most {affordable_seconds} s stays below it"
     raise CeilingTooLow(
-        f"{ceiling} is too low: a run of {shortest} s{origin} may cost {worst}"
-        f" ({usd(per_hour)} an hour, {counted_besides(spent)}){advice}"
+        f"{ceiling} is too low: a run of {min_seconds} s{origin} may cost {worst_cost}"
+        f" ({usd(per_hour)} an hour, {other_costs(spent)}){advice}"
     )
 
 
@@ -183,16 +186,16 @@ def afford(
     per_hour = rates[instance]
     spent = earlier if ceiling and earlier else 0.0
     if ceiling is not None:
-        job = limited(job, per_hour, ceiling, spent)
-    worst = spent + worst_case(per_hour, job.time_limit, job.keep_alive or 0)
+        job = with_affordable_run(job, per_hour, ceiling, spent)
+    worst_cost = spent + worst_case(per_hour, job.time_limit, job.keep_alive or 0)
     log_price(job, instance, price)
     logger.info(
-        f"cost: at most {usd(worst)}, if it runs for {job.time_limit} s"
-        f" (counted: {counted_besides(spent)})"
+        f"cost: at most {usd(worst_cost)}, if it runs for {job.time_limit} s"
+        f" (counted: {other_costs(spent)})"
     )
     if job.time_limit == job.affordable_run:
         logger.info(f"time limit: {job.time_limit} s, from {ceiling}")
-    return job.model_copy(update={"worst_cost": worst, "earlier_cost": earlier})
+    return job.model_copy(update={"worst_cost": worst_cost, "earlier_cost": earlier})
 
 
 def find_prices(instances: Iterable[str], prices: Prices) -> dict[str, Price]:
@@ -245,7 +248,7 @@ def log_price(job: TrainingJob, instance: str, price: Price) -> None:
     logger.info(line)
 
 
-def counted_besides(spent: float) -> str:
+def other_costs(spent: float) -> str:
     """Describe what a worst cost includes besides the run.
 
     spent: what the jobs that it resumes have cost, in USD.

@@ -24,8 +24,8 @@ from sm_nanogpt.launcher.sagemaker.request import (
     MAX_PENDING_SECONDS,
     Placement,
     channels_of,
+    instance_choice,
     mpi_options,
-    set_instances,
     tags_of,
 )
 
@@ -128,7 +128,7 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
     if len(job.instances) > 1:
         resources = session.request["ResourceConfig"]
         del resources["InstanceType"]
-        set_instances(resources, job)
+        resources |= instance_choice(job)
         # Without it, the toolkit configures the network for the type that the job runs on.
         session.request["HyperParameters"].pop("sagemaker_instance_type", None)
     if looks_like_gpu(job.instance) and not job.spot:  # of CPUs and spot, AWS ignores it

@@ -6,12 +6,11 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sm_nanogpt.launcher.aws import Missing
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
-Event = tuple[int, str, str]  # of a log: time in ms, stream (HOST-TIME here), message
 # mpirun tags each line with its rank and host; torchrun does not.
 MPIRUN_LINE = re.compile(r"\[\d+,mpirank:\d+,([^\]]+)\]<std(?:out|err)>:(.*)", re.DOTALL)
 TOOLKIT_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [\w.-]+ +([A-Z]+) ")
@@ -20,14 +19,21 @@ START_LINE = "Invoking script with the following command:"  # the command is on 
 NOISE_LINE = "ERROR: ld.so: object '/libchangehostname.so' "
 
 
+class Event(NamedTuple):
+    """An entry of a log of CloudWatch."""
+
+    time_ms: int  # since the epoch
+    stream: str  # HOST-TIME: each start of a spot job has streams of its own
+    message: str
+
+
 def lines_of(
     events: Iterable[Event], raw: bool = False, running: Collection[str] = ()
 ) -> Iterator[str]:
     """Yield the lines of the script, and errors of the toolkit; if raw, all lines.
 
-    The name of a stream is HOST-TIME: each start of a spot job has streams of its own. `running`
-    names the streams in which the script had started before the first line. Raw lines, and lines of
-    hosts other than the first, start with the name of the host.
+    running: the streams in which the script had started before the first line. Raw lines, and lines
+    of hosts other than the first, start with the name of the host.
     """
     filters: dict[str, StreamFilter] = {}
     for _, stream, line in events:
@@ -95,7 +101,7 @@ def pages_of(
         )
         events = []
         for event in page["events"]:
-            events.append((event["timestamp"], name, event["message"].rstrip("\n")))
+            events.append(Event(event["timestamp"], name, event["message"].rstrip("\n")))
         yield events, page[direction]
         if page[direction] == token:  # CloudWatch returns the token of the request at the end
             return
@@ -118,7 +124,7 @@ def new_events(client: Any, job_id: str, tokens: dict[str, str]) -> list[Event]:
 
 
 def in_order_of_time(events: Iterable[Event]) -> list[Event]:
-    return sorted(events, key=lambda event: event[0])
+    return sorted(events, key=lambda event: event.time_ms)
 
 
 def last_lines(client: Any, job_id: str, count: int, raw: bool) -> list[str]:
@@ -158,4 +164,4 @@ def last_events(client: Any, stream: str, count: int, raw: bool) -> tuple[list[E
 
 def has_start(events: Iterable[Event]) -> bool:
     """True if the script is started in these events."""
-    return any(message.startswith(START_LINE) for _, _, message in events)
+    return any(event.message.startswith(START_LINE) for event in events)

@@ -132,8 +132,8 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
         "VolumeSizeInGB": job.volume_size,
         "VolumeKmsKeyId": placement.volume_kms_key,
         "KeepAlivePeriodInSeconds": job.keep_alive,
+        **instance_choice(job),
     }
-    set_instances(resources, job)
     stopping = {"MaxRuntimeInSeconds": job.time_limit}
     if job.spot:
         stopping["MaxWaitTimeInSeconds"] = job.wait_limit
@@ -169,21 +169,21 @@ def create_request(job_id: str, job: TrainingJob, placement: Placement) -> dict[
     return without_empty(request)
 
 
-def set_instances(resources: dict[str, Any], job: TrainingJob) -> None:
-    """Write the instance types of a job into resources, in the order of preference."""
+def instance_choice(job: TrainingJob) -> dict[str, Any]:
+    """The part of ResourceConfig with the instance types of a job, in the order of preference."""
     if len(job.instances) == 1:
-        resources["InstanceType"] = job.instances[0]
-    else:
-        resources["InstancePreferences"] = [{"InstanceType": name} for name in job.instances]
+        return {"InstanceType": job.instances[0]}
+    return {"InstancePreferences": [{"InstanceType": name} for name in job.instances]}
 
 
-# The fields of a job by the channels, and by the parts of a request, that come from them.
+# The field of a job that a channel of its request comes from.
 FIELD_OF_CHANNEL = {
     "training": "data",
     "validation": "validation",
     "model": "init_from",
     "teacher": "teacher",
 }
+# The field of a job, or the setting, that a part of its request comes from.
 FIELD_OF_PART = {
     "RoleArn": "role",
     "AlgorithmSpecification": "entry_point",

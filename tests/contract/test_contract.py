@@ -18,7 +18,7 @@ from runs import SMALL, command_line, edited_folder
 
 from sm_nanogpt.entry_point.cores import cores
 from sm_nanogpt.launcher.sagemaker.description import shorten
-from sm_nanogpt.launcher.sagemaker.logs import lines_of
+from sm_nanogpt.launcher.sagemaker.logs import Event, lines_of
 
 ODD_VALUES: dict[str, Any] = {
     **SMALL,
@@ -174,7 +174,7 @@ def test_hyperparameters_reach_every_rank_as_they_are(job, name):
 def test_the_new_images_complaint_is_not_shown(job):
     hosts = job("torchrun, new")
     assert "\nERROR: ld.so: object '/libchangehostname.so'" in hosts[0].log
-    events = [(0, f"{host.name}-1", line) for host in hosts for line in host.log.splitlines()]
+    events = [Event(0, f"{host.name}-1", line) for host in hosts for line in host.log.splitlines()]
     assert not [line for line in lines_of(events) if "ld.so" in line]
 
 

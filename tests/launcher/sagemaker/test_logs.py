@@ -7,7 +7,7 @@ from sagemaker_jobs import TAGGED
 
 from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
-from sm_nanogpt.launcher.sagemaker.logs import lines_of
+from sm_nanogpt.launcher.sagemaker.logs import Event, lines_of
 from sm_nanogpt.launcher.settings import load_settings
 
 
@@ -37,17 +37,17 @@ PRELOAD = "ERROR: ld.so: object '/libchangehostname.so' from LD_PRELOAD cannot b
 
 def test_logs_show_only_the_lines_of_the_script():
     events = [
-        (0, "algo-1-1", f"{CHATTER}INFO     Imported framework"),
-        (0, "algo-2-1", "bash: no job control in this shell"),
+        Event(0, "algo-1-1", f"{CHATTER}INFO     Imported framework"),
+        Event(0, "algo-2-1", "bash: no job control in this shell"),
     ]
-    events += [(0, "algo-1-1", line) for line in ENVIRONMENT]
+    events += [Event(0, "algo-1-1", line) for line in ENVIRONMENT]
     events += [
-        (0, "algo-1-1", f"{TAGGED}step=1/2 train_loss=1.0"),
-        (0, "algo-1-1", "[1,mpirank:3,algo-2]<stderr>:OutOfMemory: too much"),
-        (0, "algo-1-1", f"{TAGGED}{PRELOAD}"),
-        (0, "algo-1-1", "mpirun noticed that process rank 3 exited"),
-        (0, "algo-2-1", f"{CHATTER}INFO     Orted process exited"),
-        (0, "algo-1-1", f"{CHATTER}ERROR    Reporting training FAILURE"),
+        Event(0, "algo-1-1", f"{TAGGED}step=1/2 train_loss=1.0"),
+        Event(0, "algo-1-1", "[1,mpirank:3,algo-2]<stderr>:OutOfMemory: too much"),
+        Event(0, "algo-1-1", f"{TAGGED}{PRELOAD}"),
+        Event(0, "algo-1-1", "mpirun noticed that process rank 3 exited"),
+        Event(0, "algo-2-1", f"{CHATTER}INFO     Orted process exited"),
+        Event(0, "algo-1-1", f"{CHATTER}ERROR    Reporting training FAILURE"),
     ]
     assert list(lines_of(events)) == [
         "step=1/2 train_loss=1.0",
@@ -63,13 +63,13 @@ def test_logs_find_the_lines_of_each_start_under_torchrun():
     for start in ("17", "18"):
         one = f"algo-1-{start}"
         two = f"algo-2-{start}"
-        events += [(0, one, line) for line in ENVIRONMENT]
-        events += [(0, two, line) for line in ENVIRONMENT]
+        events += [Event(0, one, line) for line in ENVIRONMENT]
+        events += [Event(0, two, line) for line in ENVIRONMENT]
         events += [
-            (0, one, f"step={start}/20"),
-            (0, two, "a warning"),
-            (0, two, PRELOAD),
-            (0, one, f"{CHATTER}INFO     Done"),
+            Event(0, one, f"step={start}/20"),
+            Event(0, two, "a warning"),
+            Event(0, two, PRELOAD),
+            Event(0, one, f"{CHATTER}INFO     Done"),
         ]
     warned = "algo-2: a warning"
     assert list(lines_of(events)) == ["step=17/20", warned, "step=18/20", warned]
