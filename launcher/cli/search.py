@@ -144,7 +144,11 @@ def start_command(
 
 
 def start_request(instance: str, ceiling: float | None, fields: Mapping[str, Any]) -> Request:
-    """The request of the base. Raises InputError unless the ceiling fits the instance."""
+    """The request of the base of a search, whose fields the user typed, or left out as None.
+
+    Its preset is `quick`, unless the user chose a preset or a size, or GPUs are billed. Raises
+    InputError if jobs are billed without a ceiling, or the ceiling is for jobs that are not.
+    """
     from sm_nanogpt.launcher.backends import backend_class, rents_gpus
     from sm_nanogpt.launcher.job import Request
 
@@ -156,9 +160,10 @@ def start_request(instance: str, ceiling: float | None, fields: Mapping[str, Any
     if ceiling is not None and not 0 < ceiling < math.inf:
         raise InputError("must be more than 0", field="ceiling", value=ceiling)
     typed = {field: value for field, value in fields.items() if value is not None}
+    defaults = {}
     if not ("preset" in typed or "size" in typed or rents_gpus(instance)):
-        typed["preset"] = "quick"
-    return Request(instance=instance, **typed)
+        defaults["preset"] = "quick"
+    return Request(instance=instance, **defaults, **typed)
 
 
 @try_group.command("run")

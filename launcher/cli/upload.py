@@ -140,17 +140,17 @@ def next_command(upload: Upload, tokenizer: str | None = None) -> str:
     For few conversations without a base model, it is the command that uploads a text for one.
     """
     from sm_nanogpt.launcher.launching.texts import are_few_conversations
+    from sm_nanogpt.launcher.locations import is_on_s3
 
     init_from = init_from_option(tokenizer)
     if not init_from and are_few_conversations(upload):
         return command("upload-data", "TEXT", "--tokenizer", "bpe")
-    if not upload.uri.startswith("file:"):
-        instance = "ml.m5.xlarge --preset quick --max-cost 0.20"
+    options = f"--instance {LOCAL}"
+    if is_on_s3(upload.uri):
+        options = "--instance ml.m5.xlarge --preset quick --max-cost 0.20"
     elif upload.n_training() < SHORT_TEXT_TOKENS and not init_from:
-        instance = f"{LOCAL} --preset auto"
-    else:
-        instance = LOCAL
-    return command("launch", "--instance", instance, init_from)
+        options += " --preset auto"
+    return command("launch", options, init_from)
 
 
 def init_from_option(tokenizer: str | None) -> str:
