@@ -147,17 +147,17 @@ def check_causal(
     NotCausal if a loss differs.
     """
     rng = secrets.SystemRandom()
-    scored = scored_windows(worker, encoded, nats)
-    cuts = draw_cuts([window.positions for window in scored], n_cuts, rng)
-    longest = max(len(window.ids) for window in scored)
+    windows = scored_windows(worker, encoded, nats)
+    cuts = draw_cuts([window.positions for window in windows], n_cuts, rng)
+    longest = max(len(window.ids) for window in windows)
     rounds = rounds_by_length(worker, longest)
     for cuts_of_pass in in_passes(cuts, rng):
         lengths = [cut.length for cut in cuts_of_pass]
         if rounds:
-            lengths = [worker.row_length(len(scored[cut.window].ids)) for cut in cuts_of_pass]
+            lengths = [worker.row_length(len(windows[cut.window].ids)) for cut in cuts_of_pass]
         for indices in worker.batches(lengths, are_equal=rounds):
             batch = [cuts_of_pass[index] for index in indices]
-            difference = find_difference(worker, scored, batch, lengths[indices[0]])
+            difference = find_difference(worker, windows, batch, lengths[indices[0]])
             if difference is not None:
                 raise NotCausal(f"not causal: {explain_difference(worker, encoded, difference)}")
         progress(len(cuts_of_pass))
@@ -185,17 +185,17 @@ def rounds_by_length(worker: Worker, longest: int) -> bool:
 
 
 def find_difference(
-    worker: Worker, scored: Sequence[ScoredWindow], cuts: Sequence[Cut], length: int
+    worker: Worker, windows: Sequence[ScoredWindow], cuts: Sequence[Cut], length: int
 ) -> float | None:
     """Compare the losses at cuts with those of the windows, which another process computed.
 
     The worker gets rows of `length` ids. If a cut differs by more than rounding, returns the
     largest difference of the first such cut, in nats; else None.
     """
-    logits = worker.logits(rows_of_cuts(cuts, scored, len(worker.tokenizer), length))
-    targets = [scored[cut.window].targets[: cut.length] for cut in cuts]
+    logits = worker.logits(rows_of_cuts(cuts, windows, len(worker.tokenizer), length))
+    targets = [windows[cut.window].targets[: cut.length] for cut in cuts]
     for cut, losses in zip(cuts, nats_of(logits, targets), strict=True):
-        expected = scored[cut.window].nats[: len(losses)]
+        expected = windows[cut.window].nats[: len(losses)]
         difference = (losses - expected).abs()
         agrees = difference <= MAX_ROUNDING_NATS + MAX_RELATIVE_ROUNDING * expected  # NaN does not
         if not agrees.all():
@@ -204,7 +204,7 @@ def find_difference(
 
 
 def rows_of_cuts(
-    cuts: Sequence[Cut], scored: Sequence[ScoredWindow], vocabulary_size: int, length: int
+    cuts: Sequence[Cut], windows: Sequence[ScoredWindow], vocabulary_size: int, length: int
 ) -> Tensor:
     """A row for each cut, int64 [n, length]: the ids of the cut, and random ids behind them.
 
@@ -214,7 +214,7 @@ def rows_of_cuts(
     generator = torch.Generator().manual_seed(secrets.randbits(63))
     rows = torch.randint(vocabulary_size, (len(cuts), length), generator=generator)
     for row, cut in zip(rows, cuts, strict=True):
-        window = scored[cut.window]
+        window = windows[cut.window]
         row[: cut.length] = window.ids[: cut.length]
         following = window.targets[cut.length - 1]
         if cut.length < length and row[cut.length] == following:

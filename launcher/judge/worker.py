@@ -255,9 +255,10 @@ class Worker:
             indices = indices[len(batch) :]
 
     def passes(self, windows: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield the indices of some windows, and their logits, [n, T, n_logits].
+        """Yield the logits of all windows, pass by pass: indices, and logits [n, T, n_logits].
 
-        T is the row_length of each: a model that rounds by it can be asked for the same again.
+        All windows of a pass have the row_length T. A model whose rounding depends on the length of
+        its rows gives the same logits for such rows again.
         """
         lengths = [self.row_length(len(window)) for window in windows]
         for indices in self.batches(lengths, are_equal=True):

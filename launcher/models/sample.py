@@ -93,9 +93,9 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, max_ids: int) -> list[int]:
         raise InputError("the prompt is empty; leave it out to start with a new text")
     if not is_utf8(prompt):
         raise InputError("the prompt is not UTF-8 text")
-    check_known(tokenizer, prompt, "the prompt")
+    check_known(tokenizer, prompt, title="the prompt")
     longest_token = max(len(word) for word in tokenizer.words)
-    end = prompt[-max_ids * longest_token :]  # has at least max_ids tokens
+    end = prompt[-max_ids * longest_token :]  # max_ids tokens or more, unless the prompt is shorter
     library = published_tokenizer(tokenizer.document)
     ids: list[int] = library.encode(end, add_special_tokens=False).ids
     return ids[-max_ids:]

@@ -306,7 +306,7 @@ class SageMakerRuns(GroupRun):
     def plan_job(
         self, job_id: str, runs: Sequence[SeededRun], seconds: int, settings: Settings
     ) -> Plan:
-        """Plan the job of these runs, with a time limit. Nothing is sent.
+        """Plan the job of these runs, with a time limit of `seconds`. Nothing is sent.
 
         Raises CeilingTooLow if the job may cost more than the settings allow.
         """

@@ -53,7 +53,7 @@ def check_size(new_files: Mapping[str, bytes], first: Source) -> None:
     if len(new) > MAX_NEW_BYTES:
         raise refusal_of_size(new_files, f"{len(new):,} bytes", MAX_NEW_BYTES)
     first_code = names_and_contents(first.files)
-    n_packed = packed_size(first_code + new) - packed_size_of_first(first_code)
+    n_packed = packed_size(first_code + new) - packed_size(first_code)
     if n_packed > MAX_PACKED_BYTES:
         amount = f"{n_packed:,} bytes when it is packed"
         raise refusal_of_size(new_files, amount, MAX_PACKED_BYTES)
@@ -67,12 +67,7 @@ def names_and_contents(files: Mapping[str, bytes]) -> bytes:
     return b"".join(pieces)
 
 
-@functools.lru_cache(maxsize=1)
-def packed_size_of_first(first_code: bytes) -> int:
-    """As packed_size, computed once for all tries of a search, which have one first folder."""
-    return packed_size(first_code)
-
-
+@functools.lru_cache(maxsize=2)  # keeps that of the first folder, which each try needs
 def packed_size(content: bytes) -> int:
     """The number of bytes to which xz packs a content."""
     return len(lzma.compress(content, lzma.FORMAT_RAW, filters=XZ_FILTERS))

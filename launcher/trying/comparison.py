@@ -138,7 +138,7 @@ class Comparison:
         base_losses = self.ledger.losses_of(self.base.sha256, common)
         return rule.may_be_luck(gain, losses, base_losses)
 
-    def numbers(self, differences: Sequence[float]) -> Entry:
+    def summary(self, differences: Sequence[float]) -> Entry:
         """The mean difference with its 95 % interval, and the candidate's time over the base's."""
         mean = fmean(differences)
         margin = rule.margin_of_mean(differences)

@@ -67,7 +67,8 @@ def margin_of_mean(differences: Sequence[float]) -> float:
 def first_verdict(differences: Sequence[float], smallest_gain: float) -> str:
     """`better`, `no better`, or '' if it takes more pairs to know.
 
-    smallest_gain: in nats. The number of differences is one of LOOKS.
+    differences: of losses, below 0 if the change is better; their number is one of LOOKS.
+    smallest_gain: in nats.
     """
     mean = fmean(differences)
     error = standard_error(differences)

@@ -216,42 +216,42 @@ class Search:
             self.ledger.read()
             yield
 
-    def attempt(self, source: Source, note: str) -> Entry:
+    def attempt(self, candidate: Source, note: str) -> Entry:
         """Judge a folder against the base, and add the verdict to the ledger."""
         with self.locked(shared=self.makes_jobs):
-            return self.decide(source, note)
+            return self.decide(candidate, note)
 
-    def decide(self, source: Source, note: str) -> Entry:
+    def decide(self, candidate: Source, note: str) -> Entry:
         """Judge a folder, and return the entry of the verdict."""
-        self.check_new(source)
-        if self.ledger.is_often_killed(source.sha256):
+        self.check_new(candidate)
+        if self.ledger.is_often_killed(candidate.sha256):
             logger.info("its runs were killed again and again, so they begin anew")
-            self.ledger.add("anew", folder=source.sha256)
+            self.ledger.add("anew", folder=candidate.sha256)
         base = self.ledger.base
-        cost_before = self.ledger.cost_of(source.sha256)
+        cost_before = self.ledger.cost_of(candidate.sha256)
         with storage.errors_about(str(self.settings.home)):
-            keep_source(source, self.settings)
-        fields = self.verdict_on(source, self.source(base))
-        cost = self.ledger.cost_of(source.sha256) - cost_before
+            keep_source(candidate, self.settings)
+        fields = self.verdict_on(candidate, self.source(base))
+        cost = self.ledger.cost_of(candidate.sha256) - cost_before
         with self.ledger.locked():
             if fields["verdict"] == "kept" and self.ledger.base != base:
                 fields |= {"verdict": "no better", "why": OTHER_WAS_KEPT}
             return self.ledger.write(
                 "try",
                 number=len(self.ledger.of("try")) + 1,
-                folder=source.sha256,
+                folder=candidate.sha256,
                 base=base,
                 note=note,
                 usd=round(cost, 4),
                 **fields,
             )
 
-    def check_new(self, source: Source) -> None:
+    def check_new(self, candidate: Source) -> None:
         """Raise InputError if a folder was tried before, or is the first folder."""
-        if source.sha256 == self.start["folder"]:
+        if candidate.sha256 == self.start["folder"]:
             raise InputError("the folder is the one that the search began with")
         for entry in self.ledger.of("try"):
-            if entry["folder"] != source.sha256:
+            if entry["folder"] != candidate.sha256:
                 continue
             if "final" in entry:
                 problem = f"the folder was refused before, by try {entry['number']}"
@@ -260,12 +260,12 @@ class Search:
             if "mean" in entry and still_counts:
                 raise InputError(f"the folder was tried before: try {entry['number']}")
 
-    def verdict_on(self, source: Source, base: Source) -> Entry:
+    def verdict_on(self, candidate: Source, base: Source) -> Entry:
         """Judge a folder; return fields of its entry: the verdict, and its reason or numbers."""
         try:
             max_pairs = self.measure_base()["pairs"]
-            self.check(source)
-            return self.compare(source, base, max_pairs)
+            self.check(candidate)
+            return self.compare(candidate, base, max_pairs)
         except Refused as refusal:
             fields: Entry = {"verdict": "refused", "why": str(refusal)}
             if refusal.is_final:
@@ -274,15 +274,15 @@ class Search:
         except OverCeiling as error:
             return {"verdict": "ceiling", "why": str(error)}
 
-    def check(self, source: Source) -> None:
+    def check(self, candidate: Source) -> None:
         """Raise Refused if the code of a folder, or two small steps here, show a problem."""
         logger.info("checking the folder: its code, and two small steps")
-        check_code(source, self.first_folder, self.judge.content)
+        check_code(candidate, self.first_folder, self.judge.content)
         limit = 10 * self.budget.max_run_seconds
-        tokens = planned_tokens(source, self.hyperparameters, self.text_directory, limit)
+        tokens = planned_tokens(candidate, self.hyperparameters, self.text_directory, limit)
         self.budget.check_sizes({"tokens": tokens})
         small_run = Run(
-            source,
+            candidate,
             {**self.hyperparameters, **SMALL_RUN},
             self.text_directory,
             cores(),
@@ -294,15 +294,17 @@ class Search:
                 raise Refused(ended.problem)
             model = ended.directory / "model"
             self.budget.check_sizes(sizes_of(model))
-            self.judge.score(model, source, leak_check_bound=math.inf)
+            self.judge.score(model, candidate, leak_check_bound=math.inf)
 
-    def compare(self, source: Source, base: Source, max_pairs: int) -> Entry:
+    def compare(self, candidate: Source, base: Source, max_pairs: int) -> Entry:
         """Judge by pairs of runs: with seeds that all tries share, and then with fresh seeds.
 
         max_pairs: pairs of either kind. Returns the fields of the entry of the verdict.
         """
-        shared = Comparison(self, source, base)
-        fresh = Comparison(self, source, base, purpose=f"{source.sha256} against {base.sha256}")
+        shared = Comparison(self, candidate, base)
+        fresh = Comparison(
+            self, candidate, base, purpose=f"{candidate.sha256} against {base.sha256}"
+        )
         looks = [n for n in rule.LOOKS if n <= max_pairs]
         if self.makes_jobs:  # each look would be a job
             looks = looks[-1:]
@@ -311,7 +313,7 @@ class Search:
         smallest_gain = self.start["smallest_gain"]
         decision = rule.decide(shared.differences, fresh.differences, looks, smallest_gain)
         fields = {
-            **fresh.numbers(decision.differences),
+            **fresh.summary(decision.differences),
             "fresh": decision.are_fresh,
             "verdict": decision.verdict,
         }
@@ -327,17 +329,14 @@ class Search:
         kept yet.
         """
         with self.locked(shared=self.makes_jobs):
-            return self.measure_gain(n_pairs)
-
-    def measure_gain(self, n_pairs: int) -> Entry:
-        first = self.first_folder
-        last = self.source(self.ledger.base)
-        if first.sha256 == last.sha256:
-            raise InputError("nothing was kept yet")
-        # These are other seeds than those by which the folders were kept.
-        comparison = Comparison(self, last, first, purpose=f"gain of {last.sha256}")
-        numbers = comparison.numbers(comparison.differences(n_pairs))
-        return self.ledger.add("gain", folder=last.sha256, **numbers)
+            first = self.first_folder
+            last = self.source(self.ledger.base)
+            if first.sha256 == last.sha256:
+                raise InputError("nothing was kept yet")
+            # These are other seeds than those by which the folders were kept.
+            comparison = Comparison(self, last, first, purpose=f"gain of {last.sha256}")
+            summary = comparison.summary(comparison.differences(n_pairs))
+            return self.ledger.add("gain", folder=last.sha256, **summary)
 
 
 def directory_of(name: str, settings: Settings) -> Path:
