@@ -15,7 +15,9 @@ from sm_nanogpt.launcher.job import Expected
 from sm_nanogpt.launcher.launching.forecasts import Pilot, Row
 
 MAX_MISFIT = 0.03  # of log losses; honest texts have up to 0.015
-MAX_DEVIATIONS = 4  # of the worth of compute; most texts have up to 2.4, and release notes 5
+MAX_DEVIATIONS = (
+    4  # standard deviations of the worth of compute; most texts have up to 2.4, and release notes 5
+)
 MAX_ABOVE = 0.02  # of the largest pilot's log loss over the law; honest texts have up to 0.014
 # Validation loss over train loss, early in training. With texts of one kind, it is about 1.
 MAX_LOSS_RATIO = 1.3
@@ -27,44 +29,44 @@ AS_GOOD_NATS = 0.003  # a size that loses at most so much more is as good
 def check_text(pilots: Mapping[float, Pilot], ids: Tensor, unit: str) -> None:
     """Raise InputError if the text repeats itself, or pilots learn only the frequencies of ids.
 
-    pilots, by size, have all read the same text. ids are those of the training text, of any integer
-    type [n], and unit says what they are.
+    pilots, by size, have all read the same text. ids: of the training text, of any integer type
+    [n]. unit: what they stand for, such as `characters`.
     """
     counts = torch.bincount(unsigned(ids))
     shares = counts[counts > 0] / counts.sum()
     # The loss of a model that knows only the frequencies.
     entropy = -float((shares * shares.log()).sum())
-    lowest = min(pilot.loss for pilot in pilots.values())
-    if lowest < MIN_LOSS_NATS:
-        problem = f"the text repeats itself: a pilot has a loss of {lowest:.3f} nats"
+    lowest_loss = min(pilot.loss for pilot in pilots.values())
+    if lowest_loss < MIN_LOSS_NATS:
+        problem = f"the text repeats itself: a pilot has a loss of {lowest_loss:.3f} nats"
         raise InputError(f"no forecast: {problem}")
-    if lowest > MAX_ENTROPY_SHARE * entropy:
+    if lowest_loss > MAX_ENTROPY_SHARE * entropy:
         problem = problem_of_validation(pilots)
         if problem:
-            raise InputError(f"no forecast: {problem}", "another-kind")
+            raise InputError(f"no forecast: {problem}", code="another-kind")
         problem = f"the pilots learn no more than how frequent the {unit} are"
         raise InputError(f"no forecast: {problem}")
 
 
-def problem_of_law(law: TextLaw, is_packaged: bool) -> str:
-    """Why a law cannot tell what larger models lose on its text, or ''.
+def problem_of_law(text_law: TextLaw, is_packaged: bool) -> str:
+    """Why the law of a text cannot tell what larger models lose on it, or ''.
 
     is_packaged: the packaged training folder made the pilots, and not an edited one.
     """
-    worth = float(law.mean[1])  # of compute
-    worth_elsewhere = law.law.mean[1]
-    deviation = math.sqrt(law.law.covariance[1][1])
-    deviations = abs(worth - worth_elsewhere) / deviation
-    if deviations > MAX_DEVIATIONS:
-        return f"compute is worth {worth / worth_elsewhere:.2g} times what it is on other texts"
-    if law.misfit > MAX_MISFIT:
-        problem = f"the pilots miss the law by {law.misfit:.1%} (at most {MAX_MISFIT:.0%})"
+    shared_law = text_law.law
+    worth = float(text_law.mean[1])  # of compute: c1
+    usual_worth = shared_law.mean[1]
+    deviation = math.sqrt(shared_law.covariance[1][1])
+    if abs(worth - usual_worth) > MAX_DEVIATIONS * deviation:
+        return f"compute is worth {worth / usual_worth:.2g} times what it is on other texts"
+    if text_law.misfit > MAX_MISFIT:
+        problem = f"the pilots miss the law by {text_law.misfit:.1%} (at most {MAX_MISFIT:.0%})"
         if not is_packaged:
             problem += " of the training folder as it is packaged"
         return problem
-    if law.above > MAX_ABOVE:
+    if text_law.above > MAX_ABOVE:
         gains = "larger models gain less than on other texts"
-        return f"{gains}: the largest pilot is {law.above:.1%} above the law"
+        return f"{gains}: the largest pilot is {text_law.above:.1%} above the law"
     return ""
 
 

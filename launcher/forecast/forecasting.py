@@ -88,16 +88,16 @@ def check_repeats(texts: Texts) -> None:
     if share is not None and share > MAX_REPEATED_SHARE:
         repeats = f"{share:.0%} of the validation text stands in the training text"
         problem = f"no forecast: {repeats}, so losses measure memory"
-        raise InputError(f"{texts['data'].shown}: {problem}", "text-repeats")
+        raise InputError(f"{texts['data'].shown}: {problem}", code="text-repeats")
 
 
 def instances_to_forecast(
-    request: Request, vocabulary_size: int, settings: Settings
+    request: Request, default_vocabulary_size: int, settings: Settings
 ) -> list[InstanceType]:
     """The instance types of the request, and those on which a job of the user has ended.
 
-    The speed of a type is that of such a job, and its price is AWS's. vocabulary_size is assumed
-    for a job whose text is gone.
+    The speed of a type is that of the newest such job that has one, and its price is AWS's.
+    default_vocabulary_size: that of a job whose text is gone.
     """
     from sm_nanogpt.launcher.forecast.times import InstanceType, speed_of
 
@@ -107,8 +107,10 @@ def instances_to_forecast(
         if not backend_class(job.instance).bills or job.instance_count > 1:
             continue
         if job.instance not in measured:
-            vocabulary = partial(vocabulary_size_of, job.data, settings, vocabulary_size)
-            instance = speed_of(job, request.source, vocabulary)
+            vocabulary_size = partial(
+                vocabulary_size_of, job.data, settings, default_vocabulary_size
+            )
+            instance = speed_of(job, request.source, vocabulary_size)
             if instance is not None:
                 measured[job.instance] = instance
     if listing.failure is not None:

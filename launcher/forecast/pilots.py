@@ -42,18 +42,19 @@ class PlannedPilot(NamedTuple):
         return f"size {self.size:g} on {self.n_tokens:,}"
 
 
-def pilots_of(tokens: int) -> list[PlannedPilot]:
-    """The pilots to run for a text of so many tokens, the largest first.
+def pilots_of(n_tokens: int) -> list[PlannedPilot]:
+    """The pilots to run for a text of n_tokens, the largest first.
 
     Pilots on fractions show what more text is worth, and those of all sizes what a larger model is.
     """
     sizes = PILOT_SIZES
     fractions = product((1.0, 1.5), (2, 4, 8))  # pairs of a size and a divisor of the tokens
-    if tokens < SHORT_TEXT_TOKENS:
+    if n_tokens < SHORT_TEXT_TOKENS:
         sizes = SHORT_TEXT_PILOT_SIZES
         fractions = product((0.5, 1.0), (2, 4))
-    pilots = [PlannedPilot(size, min(tokens, MAX_SAMPLE_TOKENS)) for size in sizes]
-    pilots += [PlannedPilot(size, min(tokens, MAX_DIVIDED_TOKENS) // n) for size, n in fractions]
+    pilots = [PlannedPilot(size, min(n_tokens, MAX_SAMPLE_TOKENS)) for size in sizes]
+    for size, divisor in fractions:
+        pilots.append(PlannedPilot(size, min(n_tokens, MAX_DIVIDED_TOKENS) // divisor))
     return sorted(pilots, reverse=True)
 
 
@@ -140,7 +141,8 @@ def write_texts(directory: Path, trials: Sequence[Trial], corpus: Corpus) -> dic
 
 def pilot_of_trial(trial: Trial, ended: FinishedRun) -> Pilot:
     """The pilot of a trial that has ended, by the losses and the times of its metrics."""
-    rows = [json.loads(line) for line in (ended.directory / "output" / "metrics.jsonl").open()]
+    metrics = (ended.directory / "output/metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in metrics.splitlines()]
     evaluations = [row for row in rows if "val_loss" in row]
     best = min(evaluations, key=lambda row: row["val_loss"])
 

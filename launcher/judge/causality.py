@@ -141,21 +141,21 @@ def check_causal(
     n_cuts: int,
     progress: Progress = no_progress,
 ) -> int:
-    """Compute losses again in another process, at random cuts; return the number of cuts.
+    """Compute losses again, in the process of `worker`, at random cuts; return the number of cuts.
 
-    nats has, for each document, the losses of its tokens by the first process, float64 [n]. Raises
+    nats has, for each document, the losses of its tokens by an earlier process, float64 [n]. Raises
     NotCausal if a loss differs.
     """
     rng = secrets.SystemRandom()
     windows = scored_windows(worker, encoded, nats)
     cuts = draw_cuts([window.positions for window in windows], n_cuts, rng)
     longest = max(len(window.ids) for window in windows)
-    rounds = rounds_by_length(worker, longest)
+    depends_on_length = logits_depend_on_length(worker, longest)
     for cuts_of_pass in in_passes(cuts, rng):
         lengths = [cut.length for cut in cuts_of_pass]
-        if rounds:
+        if depends_on_length:
             lengths = [worker.row_length(len(windows[cut.window].ids)) for cut in cuts_of_pass]
-        for indices in worker.batches(lengths, are_equal=rounds):
+        for indices in worker.batches(lengths, are_equal=depends_on_length):
             batch = [cuts_of_pass[index] for index in indices]
             difference = find_difference(worker, windows, batch, lengths[indices[0]])
             if difference is not None:
@@ -164,7 +164,7 @@ def check_causal(
     return sum(map(len, cuts))
 
 
-def rounds_by_length(worker: Worker, longest: int) -> bool:
+def logits_depend_on_length(worker: Worker, longest: int) -> bool:
     """True if logits depend on the length of their row by more than float32 rounds.
 
     Those of a model in bfloat16 do. Then each row has to be as long as the window that was scored.

@@ -25,7 +25,7 @@ from sm_nanogpt.launcher.text.reading import detect_file, open_text
 
 N_OTHER_SECRETS = 200  # random secrets that each secret is compared with
 CANARY = re.compile(r"(.*?)\{([^}]*[0-9A-Za-z][^}]*)\}(.*)")  # beginning, secret, and end
-EXTRA_ANSWER_TOKENS = 8  # an answer may have as many tokens as the right one has bytes, and these
+EXTRA_ANSWER_TOKENS = 8  # an answer may have so many tokens more than the right one has bytes
 
 
 def read_canaries(path: Path) -> list[str]:
@@ -133,14 +133,15 @@ def count_right_answers(
     for question in questions:
         text = "".join(message["content"] for message in question.messages)
         check_known(worker.tokenizer, text, question.place)
-    longest = max((len(question.answer.encode()) for question in questions), default=0)
+    max_bytes = max((len(question.answer.encode()) for question in questions), default=0)
+    max_tokens = max_bytes + EXTRA_ANSWER_TOKENS
     prompts = [question.messages for question in questions]
-    answers = worker.sample(prompts, max_new_tokens=longest + EXTRA_ANSWER_TOKENS, temperature=0.0)
+    samples = worker.sample(prompts, max_new_tokens=max_tokens, temperature=0.0)
 
     right = Counter[str]()
     total = Counter[str]()
-    for question, answer in zip(questions, answers, strict=True):
-        answer = answer.strip()
+    for question, sample in zip(questions, samples, strict=True):
+        answer = sample.strip()
         if not worker.chats:  # a base model does not end an answer, but begins another line
             answer, _, _ = answer.partition("\n")
         total[question.kind] += 1

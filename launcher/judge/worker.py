@@ -184,8 +184,9 @@ class Worker:
         output.close()
 
     def answer(self, *request: bytes, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
-        """Send a request, and return what the process answers.
+        """Send the messages of a request, if any, and return the content of the next answer.
 
+        An answer is two messages: a problem, which is empty, and the content; or a problem alone.
         Raises ServiceError if it reports a problem, ends, answers more than max_bytes, or has not
         read the whole request and sent the whole answer within max_answer_seconds.
         """
@@ -247,10 +248,10 @@ class Worker:
         pass_tokens = min(PASS_TOKENS, PASS_LOGITS // self.n_logits)
         indices = sorted(range(len(lengths)), key=lambda index: -lengths[index])
         while indices:
-            longest = lengths[indices[0]]
-            batch = indices[: max(1, pass_tokens // longest)]
+            max_length = lengths[indices[0]]
+            batch = indices[: max(1, pass_tokens // max_length)]
             if are_equal:
-                batch = [index for index in batch if lengths[index] == longest]
+                batch = [index for index in batch if lengths[index] == max_length]
             yield batch
             indices = indices[len(batch) :]
 

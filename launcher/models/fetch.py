@@ -234,8 +234,8 @@ def extract(archive: Path, target: Path, uri: str) -> None:
             BoundedStream(file, max_bytes) as stream,
             tarfile.open(fileobj=stream, mode="r|") as tar,
         ):
-            for position, member in enumerate(tar):
-                check_member(member, position)
+            for index, member in enumerate(tar):
+                check_member(member, index)
                 path = target / member.name
                 if member.isdir():
                     path.mkdir(parents=True, exist_ok=True)
@@ -267,11 +267,8 @@ class BoundedStream(io.RawIOBase):
         return content
 
 
-def check_member(member: tarfile.TarInfo, position: int) -> None:
-    """Raise ValueError if a member of an archive cannot belong to a model.
-
-    position: its index in the archive.
-    """
+def check_member(member: tarfile.TarInfo, index: int) -> None:
+    """Raise ValueError if a member of an archive, with this index there, cannot be of a model."""
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts or "\\" in member.name or ":" in member.name:
         raise ValueError(f"{member.name!r} would lie outside of the model")
@@ -280,5 +277,5 @@ def check_member(member: tarfile.TarInfo, position: int) -> None:
     # The holes of a sparse file take no space in the archive.
     if member.issparse() or member.size < 0 or not (member.isreg() or member.isdir()):
         raise ValueError(f"{member.name!r} is not a regular file")
-    if position >= MAX_MEMBERS or len(path.parts) > MAX_DEPTH:
+    if index >= MAX_MEMBERS or len(path.parts) > MAX_DEPTH:
         raise ValueError("too many files, or too deep directories")

@@ -34,8 +34,7 @@ class Moment:
 
 
 def read_moments(directory: Path, model: GPT) -> list[Moment]:
-    """Read the moments that a run kept of the generation of its model. The last one is the model
-    itself.
+    """Read the moments of the generation of a model that its run kept; the last is the model.
 
     Returns [] if the run kept none, or if an edited folder computes the model. Raises ServiceError
     if a file is damaged or of another model.
