@@ -70,7 +70,7 @@ def begin_search(
     target = directory_of(name, settings)
     check_directory(target)
     check_unused(name, target)
-    run_maker_class(request.instance_name)
+    run_maker_class(request.instance_name)  # raises InputError if a search has no runs there
     draft = fill(with_one_generation(request), settings)
     job = draft.job
     config = job.config()
@@ -85,7 +85,7 @@ def begin_search(
 
     hyperparameters = {"preset": job.preset} if job.preset else job.all_hyperparameters()
     hyperparameters.pop("seed", None)
-    start = {
+    facts = {
         "text": text.shown,
         "hyperparameters": hyperparameters,
         "device": getattr(config, "device", "auto"),
@@ -98,16 +98,8 @@ def begin_search(
         keep_source(job.source, settings)
         with scratch(target.parent, ".new-") as temporary:
             directory = temporary / "search"
-            directory.mkdir(mode=0o700)  # only the judge may read it
-            corpus = corpus_of({"data": text}, settings)
-            start["judge"] = write_texts(directory, corpus)
-            # The corpus has only the beginning of an upload of tokens.
-            n_tokens = max(n_tokens, len(corpus.train))
-            if n_tokens > MAX_TOKENS:
-                logger.info(f"runs read {MAX_TOKENS:,} of {n_tokens:,} {corpus.tokenizer.unit}")
-            start["runs_read"] = digest_of(files_in(directory / "text"))
-            guide = GUIDE_FILE.read_text(encoding="utf-8").replace("NAME", name)
-            (directory / "AGENTS.md").write_text(guide, encoding="utf-8")
+            digests = write_search(directory, name, corpus_of({"data": text}, settings), n_tokens)
+            start = {**facts, **digests}
             if target.exists():
                 remove_different(name, start, settings)
                 unfinished = unfinished_search(name, settings)
@@ -236,19 +228,36 @@ def remove_unfinished(directory: Path) -> bool:
     return True
 
 
+def write_search(directory: Path, name: str, corpus: Corpus, n_tokens: int) -> dict[str, str]:
+    """Make the directory of a search, with its texts and the guide, and without its ledger.
+
+    n_tokens: of the training text, of which the corpus may have only the beginning. Returns the
+    digests of the judge's text and of the text that runs read, as fields of the start entry.
+    """
+    directory.mkdir(mode=0o700)  # only the judge may read it
+    judge = write_texts(directory, corpus)
+    n_tokens = max(n_tokens, len(corpus.train))
+    if n_tokens > MAX_TOKENS:
+        logger.info(f"runs read {MAX_TOKENS:,} of {n_tokens:,} {corpus.tokenizer.unit}")
+    guide = GUIDE_FILE.read_text(encoding="utf-8").replace("NAME", name)
+    (directory / "AGENTS.md").write_text(guide, encoding="utf-8")
+    return {"judge": judge, "runs_read": digest_of(files_in(directory / "text"))}
+
+
 def write_texts(directory: Path, corpus: Corpus) -> str:
     """Write the text of the runs, and that of the judge: the end of the validation text.
 
     Returns the SHA-256 of the judge's text.
     """
     tokenizer = corpus.tokenizer
-    n_val = len(corpus.val) - n_judge_tokens(len(corpus.val))
+    n_all = len(corpus.val)
+    n_judge = n_judge_tokens(n_all)
+    n_val = n_all - n_judge
     train = draw_ids(corpus.train, MAX_TOKENS)
     val = draw_ids(corpus.val[0:n_val], MAX_TOKENS)
     write_ids(directory / "text", tokenizer, train, val)
-    content = content_of(corpus.val[n_val : len(corpus.val)], tokenizer.words)
+    content = content_of(corpus.val[n_val:n_all], tokenizer.words)
     judged = content.decode(errors="ignore").encode()  # drops a part of a character at an end
     (directory / "judge.txt").write_bytes(judged)
-    n_kept = len(corpus.val) - n_val
-    logger.info(f"judge: {n_kept:,} {tokenizer.unit} kept here; no run gets them")
+    logger.info(f"judge: {n_judge:,} {tokenizer.unit} kept here; no run gets them")
     return hashlib.sha256(judged).hexdigest()
