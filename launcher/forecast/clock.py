@@ -20,7 +20,7 @@ from sm_nanogpt.launcher.machines import is_busy
 
 logger = logging.getLogger(__name__)
 
-LONG_STEP = 0.25  # seconds; the time of a longer step is computed from that of a smaller size
+LONG_STEP_SECONDS = 0.25  # the time of a longer step is computed from that of a smaller size
 ROUND_STEPS = 24  # twelve steps with windows of the whole length, and four of each shorter length
 MAX_ROUNDS = 6  # of steps that are timed for a small model
 TIMED_SECONDS = 4.0  # that timing one size may take
@@ -66,22 +66,23 @@ class LocalClock:
     def timed_seconds(self, sizes: Sequence[float]) -> dict[float, float | None] | None:
         """The seconds of a job of each size, by steps that are timed; None on a busy machine.
 
-        The time of a long step is computed from that of a smaller size.
+        sizes are in rising order. The time of a long step is computed from the speed of a smaller
+        size.
         """
         seconds = dict[float, float | None]()
-        operations_per_second = math.inf
+        operations_per_second = math.inf  # so that the steps of the first size are timed
         seconds_around = 0.0
         for size in sizes:
             config = self.sizes.config(size)
             n_operations = self.sizes.operations_of_step(config)
             step_seconds = n_operations / operations_per_second
-            if step_seconds < LONG_STEP:
+            if step_seconds < LONG_STEP_SECONDS:
                 n_steps = min(steps_to_time(step_seconds), config.max_steps)
-                timed = self.time(self.first_steps(size, n_steps))
-                if timed is None:
+                pilot = self.time_trial(self.first_steps(size, n_steps))
+                if pilot is None:
                     return None
-                seconds_around = timed.around
-                step_seconds = timed.step_seconds
+                seconds_around = pilot.around
+                step_seconds = pilot.step_seconds
                 operations_per_second = n_operations / step_seconds
             seconds[size] = seconds_around + step_seconds * self.steps_with_evaluations(config)
         return seconds
@@ -135,7 +136,7 @@ class LocalClock:
         n_tokens = min(self.sizes.n_tokens, MAX_SAMPLE_TOKENS)
         return Trial(f"speed of size {size:g}", values, n_tokens, threads)
 
-    def time(self, trial: Trial) -> Pilot | None:
+    def time_trial(self, trial: Trial) -> Pilot | None:
         """Run the first steps of a job, unless the ledger has their times.
 
         Returns None, and keeps nothing, if other programs use this machine: the steps would seem

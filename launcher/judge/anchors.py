@@ -157,7 +157,7 @@ def shared_fraction(training: Tensor, texts: Sequence[Tensor]) -> float:
     normalized_texts = [with_one_space(text) for text in texts]
     run_hashes = [hashes(text, RUN_BYTES) for text, _ in normalized_texts]
     # One call for all texts, as it reads the training text once.
-    is_shared_run = contains_hashes(training, torch.cat(run_hashes), RUN_BYTES)
+    is_shared_run = contains_hashes(training, torch.cat(run_hashes), RUN_BYTES)  # by its begin
     begins_of_texts = is_shared_run.split([len(text_hashes) for text_hashes in run_hashes])
 
     n_shared = 0

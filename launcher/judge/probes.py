@@ -29,7 +29,10 @@ EXTRA_ANSWER_TOKENS = 8  # an answer may have so many tokens more than the right
 
 
 def read_canaries(path: Path) -> list[str]:
-    """Read the lines of a file, each with a secret in braces. Raises InputError."""
+    """Read the lines of a file, each with a secret in braces.
+
+    Raises InputError if a line has no secret, or there is no line.
+    """
     with open_text(detect_file(path, as_plain=True)) as content:
         lines = content.read().decode().splitlines()
     canaries = []

@@ -81,8 +81,8 @@ def quantize_model(model: GPT, bits: int) -> dict[str, Quantized | Tensor]:
         if parameter.dim() == 1:
             parameters[name] = parameter.detach().float()
         else:
-            more_bits = HEAD_BITS if name == head else 0
-            parameters[name] = quantize(parameter, min(bits + more_bits, max(BIT_WIDTHS)))
+            extra_bits = HEAD_BITS if name == head else 0
+            parameters[name] = quantize(parameter, min(bits + extra_bits, max(BIT_WIDTHS)))
     return parameters
 
 

@@ -125,15 +125,16 @@ def stream_answers(
     """Sample answers to a text or to messages; yield their pieces as stream_samples does.
 
     A model of conversations takes a text as a message; any other model continues the text. Raises
-    InputError as stream_samples, if the messages do not fit, or if the model has not learned from
-    conversations.
+    InputError as stream_samples does, if the messages do not fit, or if the model has not learned
+    from conversations.
     """
     if isinstance(prompt, str) and tokenizer.chats:
         prompt = [Message("user", prompt)]
     if prompt is None or isinstance(prompt, str):
         return stream_samples(model, tokenizer, prompt, max_new_tokens, **sampling)
-    fitted = Chat(model, tokenizer).fit(prompt, max_new_tokens)
-    return stream_samples(model, tokenizer, fitted.ids, fitted.max_new_tokens, **sampling)
+    chat_prompt = Chat(model, tokenizer).fit(prompt, max_new_tokens)
+    ids = chat_prompt.ids
+    return stream_samples(model, tokenizer, ids, chat_prompt.max_new_tokens, **sampling)
 
 
 def decode_steps(

@@ -79,9 +79,9 @@ class Budget:
     def slowdown(self, base: str, seeds: Sequence[int], field: str) -> float:
         """By how much a busy machine slowed these seeds' runs: from 1 to MAX_SLOWDOWN.
 
-        It is the mean time of the base's runs with these seeds, divided by that of its other runs.
-        Other programs use the caches and the core, so a run computes for longer. field: a key of
-        TIME_FIELDS.
+        It is the mean time of the base's runs with these seeds, divided by that of its other runs;
+        1 if there are none of either. Other programs use the caches and the core, so a run computes
+        for longer. field: a key of TIME_FIELDS.
         """
         times = list[float]()
         other_times = list[float]()

@@ -38,9 +38,9 @@ MAX_TOKENS = 1 << 28  # tokens of the text that runs read
 MAX_JUDGE_TOKENS = 1 << 16  # tokens of the validation text that are kept for the judge
 MIN_JUDGE_TOKENS = 1000
 GUIDE_FILE = Path(__file__).parent / "AGENTS.md"
-# What people call the facts of a start entry in which two searches may differ. The name of the
+# What people call the fields of a start entry in which two searches may differ. The name of the
 # text is not one of them, as a text may have several names.
-FACT_NAMES = {
+FIELD_NAMES = {
     "judge": "text",
     "runs_read": "text",
     "hyperparameters": "preset or size",
@@ -189,7 +189,7 @@ def unfinished_search(name: str, settings: Settings) -> Search | None:
 
 
 def remove_different(name: str, start: Entry, settings: Settings) -> None:
-    """Remove a search without a base that was begun with other facts than `start`, and log that.
+    """Remove a search without a base that was begun with other fields than `start`, and log that.
 
     Raises InputError if it is in use.
     """
@@ -197,9 +197,9 @@ def remove_different(name: str, start: Entry, settings: Settings) -> None:
     ledger = SearchLedger(directory)
     differences = set()
     if ledger.entries:
-        for fact, fact_name in FACT_NAMES.items():
-            if ledger.start.get(fact) != start[fact]:
-                differences.add(fact_name)
+        for field, field_name in FIELD_NAMES.items():
+            if ledger.start.get(field) != start[field]:
+                differences.add(field_name)
         if not differences:
             return
     if not remove_unfinished(directory):
