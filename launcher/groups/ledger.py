@@ -12,7 +12,6 @@ its end.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from sm_nanogpt.launcher.files.ledger import Entry, Ledger
@@ -26,9 +25,7 @@ class OverCeiling(CeilingTooLow):
 class GroupLedger(Ledger):
     """The ledger of a group. Its ceiling is in USD, and infinite if there is none."""
 
-    def __init__(self, path: Path, ceiling: float = math.inf) -> None:
-        self.ceiling = ceiling
-        super().__init__(path)
+    ceiling = math.inf
 
     # -- jobs -------------------------------------------------------------------------------------
 

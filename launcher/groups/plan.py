@@ -142,7 +142,7 @@ class SweepPlan:
             share = unspent / n_shares
         self.sweep = self.sweep.model_copy(update={"share": share})
 
-    def plan_member(self, number: int, amount: float) -> Plan:
+    def plan_member(self, number: int, amount: float) -> None:
         """Plan the next job of a number, which continues the last try if that left a checkpoint.
 
         amount: what the job itself may cost, in USD. Raises CeilingTooLow if even the shortest run
@@ -159,9 +159,7 @@ class SweepPlan:
             texts = {name: channels[name] for name in ("data", "validation") if name in channels}
             if resumed is None:
                 request._source = self.first_plan.job.source
-        plan = prepare(request, self.settings, member.job_id, texts)
-        self.plans[number] = plan
-        return plan
+        self.plans[number] = prepare(request, self.settings, member.job_id, texts)
 
     def fields_of(
         self, member: Member, resumed: JobDescription | None, amount: float

@@ -19,7 +19,9 @@ MONEY = ("--max-cost", "0.6", "--max-run", "60")
 
 @pytest.fixture
 def ledger(tmp_path):
-    return GroupLedger(tmp_path / "group.jsonl", ceiling=2.0)
+    ledger = GroupLedger(tmp_path / "group.jsonl")
+    ledger.ceiling = 2.0
+    return ledger
 
 
 # -- money -----------------------------------------------------------------------------------------

@@ -46,7 +46,9 @@ LOCAL = ("launch", "--instance", "local")
 
 def member_plan(sweep: Sweep, number: int, settings: Settings) -> Plan:
     """The next job of a member."""
-    return SweepPlan(JobGroup(GROUP), sweep, settings).plan_member(number, math.inf)
+    plan = SweepPlan(JobGroup(GROUP), sweep, settings)
+    plan.plan_member(number, math.inf)
+    return plan.plans[number]
 
 
 def test_a_sweep_without_a_ceiling_asks_for_no_cost(home, monkeypatch):
