@@ -94,17 +94,11 @@ class Budget:
             return 1.0
         return min(MAX_SLOWDOWN, max(1.0, fmean(times) / fmean(other_times)))
 
-    @property
-    def max_run_seconds(self) -> float:
-        """The seconds that a run may take; infinite for the first runs of the search."""
-        return self.max_seconds(RUN_TIME_FIELD)
+    def max_seconds(self, field: str = RUN_TIME_FIELD) -> float:
+        """The seconds that a run may take; infinite for the first runs of the search.
 
-    @property
-    def max_judge_seconds(self) -> float:
-        """The seconds that a model may compute for the judge; infinite for the first models."""
-        return self.max_seconds(JUDGE_TIME_FIELD)
-
-    def max_seconds(self, field: str) -> float:
+        field: JUDGE_TIME_FIELD for the seconds that a model may compute for the judge.
+        """
         first_seconds = self.first_seconds(field)
         if not first_seconds:
             return math.inf

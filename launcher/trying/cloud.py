@@ -368,7 +368,7 @@ class SageMakerRuns(GroupRun):
             "runs": [[folder_name(run.source), run.seed] for run in runs],
             "values": self.search.hyperparameters,
             "seconds": seconds - SETUP_SECONDS - self.upload_seconds(len(runs)),
-            "limit": min(seconds, self.search.budget.max_run_seconds),
+            "limit": min(seconds, self.search.budget.max_seconds()),
             "largest_model": largest_model,
             "variables": ["PATH", "LD_LIBRARY_PATH", *confine.variable_names()],
         }

@@ -40,7 +40,7 @@ class LocalRuns:
 
         The ledger notes first that they begin. If this command is killed, they are made again.
         """
-        max_seconds = self.search.budget.max_run_seconds
+        max_seconds = self.search.budget.max_seconds()
         local_runs = []
         for run in runs:
             values = {**self.search.hyperparameters, "seed": run.seed}

@@ -26,7 +26,7 @@ from sm_nanogpt.launcher.source import Source, keep_source
 from sm_nanogpt.launcher.text.corpus import digest_of
 from sm_nanogpt.launcher.text.reading import files_in
 from sm_nanogpt.launcher.trying import rule
-from sm_nanogpt.launcher.trying.budget import Budget, sizes_of
+from sm_nanogpt.launcher.trying.budget import JUDGE_TIME_FIELD, Budget, sizes_of
 from sm_nanogpt.launcher.trying.code import check_code
 from sm_nanogpt.launcher.trying.comparison import SHARED_SEEDS, Comparison
 from sm_nanogpt.launcher.trying.history import SearchLedger, search_names
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 SEARCH_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 BASE_SEEDS = 8  # number of runs that measure the base
+CHECK_TIME_FACTOR = 10  # the time limit of a check of a folder, over that of a run
 LOCK_FILE = "running"  # the file that a command locks while it uses a search
 OTHER_WAS_KEPT = "another folder was kept meanwhile; change that one so, and try it again"
 LUCKY_ORDER = "its losses hardly follow the seeds: a lucky order of its batches may gain as much"
@@ -186,7 +187,7 @@ class Search:
         sizes = sizes_of(finished.model)
         self.budget.check_sizes(sizes)
         source = finished.run.source
-        max_seconds = self.budget.max_judge_seconds
+        max_seconds = self.budget.max_seconds(JUDGE_TIME_FIELD)
         score = self.judge.score(finished.model, source, leak_check_bound, max_seconds)
         return {
             "folder": source.sha256,
@@ -278,7 +279,7 @@ class Search:
         """Raise Refused if the code of a folder, or two small steps here, show a problem."""
         logger.info("checking the folder: its code, and two small steps")
         check_code(candidate, self.first_folder, self.judge.content)
-        limit = 10 * self.budget.max_run_seconds
+        limit = CHECK_TIME_FACTOR * self.budget.max_seconds()
         tokens = planned_tokens(candidate, self.hyperparameters, self.text_directory, limit)
         self.budget.check_sizes({"tokens": tokens})
         small_run = Run(

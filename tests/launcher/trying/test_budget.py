@@ -150,9 +150,9 @@ def test_a_busy_machine_allows_up_to_twice_the_time(budget, seconds, slowdown):
 
 
 def test_a_run_may_take_four_times_as_long_and_a_minute(budget, tmp_path):
-    assert budget.max_run_seconds == 100.0
-    assert budget.max_judge_seconds == 64.0
+    assert budget.max_seconds() == 100.0
+    assert budget.max_seconds(JUDGE_TIME_FIELD) == 64.0
     (tmp_path / "new").mkdir()
     ledger = SearchLedger(tmp_path / "new")
     ledger.add("start", folder="first")
-    assert Budget(ledger).max_run_seconds == math.inf
+    assert Budget(ledger).max_seconds() == math.inf
