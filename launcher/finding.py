@@ -185,11 +185,7 @@ def full_id(
             raise unreadable.error
         logger.info(f"job {unreadable.job_id} is left out: {unreadable.error}")
     if listing.failure is not None:
-        if job is None or not is_certain(reference, job, settings, acts):
-            raise listing.failure.within(f"cannot resolve {reference!r} to a full job id")
-        note = f"of the jobs of this machine, {reference} is {job.named}"
-        logger.info(f"{listing.failure}; {note}", extra={"cause": listing.failure})
-        return job.job_id
+        return id_despite_failure(reference, job, listing.failure, settings, acts)
     if job is None:
         if is_latest:
             raise ServiceError(f"you have no jobs yet{why_not_asked(settings)}", "no-jobs-yet")
@@ -199,6 +195,25 @@ def full_id(
             backend.check_no_later(job, settings, acts)
     if acts:
         logger.info(f"{reference} is job {job.job_id if reference == job.name else job.named}")
+    return job.job_id
+
+
+def id_despite_failure(
+    reference: str,
+    job: JobDescription | None,
+    failure: InputError | ServiceError,
+    settings: Settings,
+    acts: bool,
+) -> str:
+    """The id of the job that a reference means among the jobs that were listed.
+
+    Raises the error of the backend that did not list its jobs, unless the reference surely means
+    none of them.
+    """
+    if job is None or not is_certain(reference, job, settings, acts):
+        raise failure.within(f"cannot resolve {reference!r} to a full job id")
+    note = f"of the jobs of this machine, {reference} is {job.named}"
+    logger.info(f"{failure}; {note}", extra={"cause": failure})
     return job.job_id
 
 

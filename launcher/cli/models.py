@@ -252,6 +252,23 @@ def play_command(
     for option, value in (("--bits", bits), ("--moments", n_moments)):
         if value is not None:
             raise InputError(f"{option} is for --save FILE.html")
+    if opens is None:
+        opens = sys.stdout.isatty()
+    models = [model] if other is None else [model, other]
+    serve_models(models, port or 0, origins, opens, entry_point)
+
+
+def serve_models(
+    models: Sequence[str],
+    port: int,
+    origins: Sequence[str],
+    opens: bool,
+    entry_point: Path | None,
+) -> None:
+    """Serve the page of one model or two until Ctrl-C, and print its address.
+
+    port: 0 takes a free one. opens: open the page in a browser.
+    """
     import secrets
     import webbrowser
     from urllib.parse import quote
@@ -259,10 +276,9 @@ def play_command(
     from sm_nanogpt.launcher.views import api, play
 
     settings = settings_of()
-    listener = play.listen(port or 0)
-    models = [model] if other is None else [model, other]
-    is_alone = len(models) == 1  # two models side by side have no slider
-    players = [player_of(name, settings, entry_point, is_alone) for name in models]
+    listener = play.listen(port)
+    with_moments = len(models) == 1  # two models side by side have no slider
+    players = [player_of(model, settings, entry_point, with_moments) for model in models]
     if len({player.name for player in players}) < len(players):  # two jobs of one name
         players = [replace(player, name=player.job_id or player.name) for player in players]
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -271,8 +287,6 @@ def play_command(
     click.echo(url)
     note("open this address in a browser; Ctrl-C ends the server")
     note(f"for OpenAI's clients: base URL {address}/v1, API key {key}")
-    if opens is None:
-        opens = sys.stdout.isatty()
     if opens:
         webbrowser.open(url)
     with suppress(KeyboardInterrupt):
