@@ -337,19 +337,22 @@ class LeftOut:
 
 
 def left_out_groups(files: Sequence[Path], source: TextSource) -> list[LeftOut]:
-    """Group files by their advice or remedy. A kind is a suffix, or the name of a file without."""
+    """Group files by their advice or remedy.
+
+    The kind of a file is its suffix, or its name if it has no suffix.
+    """
     kinds = {path: without_compression(path).suffix.lower() or path.name for path in files}
     examples = {kind: path for path, kind in kinds.items()}
     groups: dict[str, LeftOut] = {}
     for kind, n_files in Counter(kinds.values()).most_common():
-        group = advice_for_kind(kind, examples[kind], source)
-        group = groups.setdefault(group.remedy.get("code", group.advice), group)
-        group.n_files[kind] = n_files
+        new_group = group_for_kind(kind, examples[kind], source)
+        key = new_group.remedy.get("code", new_group.advice)
+        groups.setdefault(key, new_group).n_files[kind] = n_files
     return list(groups.values())
 
 
-def advice_for_kind(kind: str, example: Path, source: TextSource) -> LeftOut:
-    """The advice or remedy for the files of a kind, of which `example` is one."""
+def group_for_kind(kind: str, example: Path, source: TextSource) -> LeftOut:
+    """A group with the advice or the remedy for the files of a kind, of which `example` is one."""
     format = format_of_name(example)
     if format is None:
         if not is_plain_text(example):
@@ -380,12 +383,12 @@ def warn_of_held_out(files: Sequence[File]) -> None:
     if not held_out or len(held_out) == len(files):
         return
     names = [str(Path(file.name).with_name(file.path.name)) for file in held_out]
-    shown = ", ".join(names[:MAX_NAMES_SHOWN])
+    examples = ", ".join(names[:MAX_NAMES_SHOWN])
     if len(names) > MAX_NAMES_SHOWN:
-        shown = f"{len(names):,} files, such as {shown}"
-    quoted = [shlex.quote(glob) for glob in dict.fromkeys(globs.values()) if glob]
-    extra = {"code": "hold-out", "globs": quoted[:MAX_GLOBS_SHOWN]}
-    logger.warning(f"files that are named as tests are trained on too: {shown}", extra=extra)
+        examples = f"{len(names):,} files, such as {examples}"
+    unique_globs = [shlex.quote(glob) for glob in dict.fromkeys(globs.values()) if glob]
+    extra = {"code": "hold-out", "globs": unique_globs[:MAX_GLOBS_SHOWN]}
+    logger.warning(f"files that are named as tests are trained on too: {examples}", extra=extra)
 
 
 def stem_of(file: File) -> str:

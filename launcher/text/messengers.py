@@ -125,6 +125,7 @@ def read_claude(conversations: list[Any]) -> Iterator[Talk]:
 
 
 def add_claude_message(talk: Talk, message: dict[str, Any]) -> None:
+    """Add a message with the texts among its parts. Older exports have one text and no parts."""
     texts: list[str] = []
     for part in message.get("content") or []:
         if not has_fields(part, "text"):
@@ -174,6 +175,7 @@ def read_telegram(value: dict[str, Any]) -> Iterator[Talk]:
 
 
 def add_telegram_message(talk: Talk, message: dict[str, Any]) -> None:
+    """Add a message that a person wrote. Photos and the like are counted, their captions added."""
     text = telegram_text(message.get("text"))
     if message.get("type") != "message":
         talk.left_out["note of the service"] += 1
@@ -232,6 +234,7 @@ def read_discord(value: dict[str, Any]) -> Iterator[Talk]:
 
 
 def add_discord_message(talk: Talk, message: dict[str, Any]) -> None:
+    """Add the message of a person. Attached files are counted, and their captions added."""
     author = message["author"]
     if message.get("type", "Default") not in ("Default", "Reply"):
         talk.left_out["note of the service"] += 1

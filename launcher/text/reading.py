@@ -38,9 +38,9 @@ from sm_nanogpt.launcher.text.tables import columns_in
 from sm_nanogpt.launcher.text.unpacking import (
     DETECT_BYTES,
     Compression,
-    bounded,
     buffered_file,
     compression_of,
+    limit_unpacking,
     zstd,
 )
 from sm_nanogpt.launcher.text.whatsapp import DIARY_CHECK_BYTES, is_chat
@@ -213,7 +213,7 @@ def open_text(file: File) -> Iterator[io.BufferedReader]:
             else:
                 with file.compression.open(packed) as unpacked:
                     size = file.path.stat().st_size
-                    yield decode_and_extract(bounded(unpacked, file.shown, size), file)
+                    yield decode_and_extract(limit_unpacking(unpacked, file.shown, size), file)
     except InputError as error:
         if file.compression and advises_on_plain_file(error):
             unpack = fill_in(file.compression.advice, file.shown)

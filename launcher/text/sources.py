@@ -161,7 +161,10 @@ class RemoteFileSystem:
     is_s3: bool
 
     def find(self, location: str) -> dict[str, RemoteFile]:
-        """The files at the path, below it, or that match its pattern, by key. Raises InputError."""
+        """The files at the path, below it, or that match its pattern, by key.
+
+        location: what errors call them. Raises InputError and ServiceError.
+        """
         with remote_errors(location):
             try:
                 infos = self.fs.find(self.path, detail=True)

@@ -103,11 +103,11 @@ def looks_like_name(text: str) -> bool:
 
 
 def read_rows(content: IO[bytes], name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield each row of a table: the number of its first line, and its cells. The first row has the
-    names of the columns.
+    """Yield each row of a table: the number of its first line, and its cells.
 
-    The separator is found in that row, or named by a line of Excel, such as `sep=;`, before it. A
-    table of one column has no separator: its cells may contain any. name: what errors call the
+    The first row has the names of the columns. The separator is the one that this row has most
+    often, unless a line of Excel before it, such as `sep=;`, names another one. A table of one
+    column has no separator, and its cells may contain any character. name: what errors call the
     file. Raises InputError.
     """
     csv.field_size_limit(MAX_CELL_CHARACTERS)

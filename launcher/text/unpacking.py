@@ -123,7 +123,7 @@ class ChunkedFile(io.RawIOBase):
         return size
 
 
-def bounded(file: IO[bytes], name: str, packed_size: int) -> io.BufferedReader:
+def limit_unpacking(file: IO[bytes], name: str, packed_size: int) -> io.BufferedReader:
     """The content of an unpacked file. To read far more than packed_size raises InputError.
 
     name: what errors call the packed file. packed_size: its bytes.

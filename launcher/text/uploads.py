@@ -55,7 +55,10 @@ def uploads(settings: Settings | None = None) -> list[StoredUpload]:
 
 
 def find_uploads(settings: Settings) -> tuple[list[StoredUpload], InputError | ServiceError | None]:
-    """As `uploads`, except that an error of AWS is returned, with an incomplete list."""
+    """Return the uploads as `uploads` does. If AWS fails, return an incomplete list and the error.
+
+    Raises InputError if the store is a directory that does not exist or may not be read.
+    """
     check_store_directory(settings)
     listing = Listing(settings, everyone=True)
     jobs = list(listing)
@@ -73,8 +76,7 @@ def find_uploads(settings: Settings) -> tuple[list[StoredUpload], InputError | S
 
 
 def full_name(reference: str, settings: Settings) -> str:
-    """The name of the upload that a reference, a part of the name, means; the reference itself if
-    it means none.
+    """The full name of the upload whose name has a part, the reference; without one, the reference.
 
     Raises InputError if several names match, or if none does and an upload has a similar name;
     ServiceError if AWS did not list all uploads.
@@ -104,7 +106,10 @@ def uploads_in(
 
 
 def entries_by_upload(root: str, settings: Settings) -> dict[str, dict[str, Entry]]:
-    """The files of each upload below a URI, by the names of upload and file. '' is the manifest."""
+    """The files of each upload below a URI, by the names of upload and file.
+
+    The name of the manifest is ''.
+    """
     entries: dict[str, dict[str, Entry]] = defaultdict(dict)
     for path, entry in storage.list_entries(root, settings).items():
         name, is_below, file = path.partition("/")

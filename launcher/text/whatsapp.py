@@ -105,6 +105,7 @@ def parse_whatsapp(text: str) -> Talk:
 
 
 def add_entry(talk: Talk, entry: Entry) -> None:
+    """Add the message of an entry to a talk, or count what the entry is instead."""
     text = WHATSAPP_EDITED.sub("", "\n".join(entry.lines))
     text, n_files = WHATSAPP_FILE.subn("", text)
     talk.left_out["photo, recording, or file"] += n_files
