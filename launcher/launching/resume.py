@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 # Fields that a job does not take over, or not unchanged.
 NOT_INHERITED = {"resume", "preset", "size", "hyperparameters"}
-# Fields of which a job sets at most one.
-EXCLUSIVE = {"image_uri": "pytorch_version", "pytorch_version": "image_uri"}
+# Fields of which a job sets at most one, each with the other of its pair.
+OTHER_FIELD = {"image_uri": "pytorch_version", "pytorch_version": "image_uri"}
 
 
 class EarlierJob(NamedTuple):
@@ -127,7 +127,7 @@ def compatible_fields(earlier_job: TrainingJob, chosen: Mapping[str, Any]) -> di
         inherited.pop("max_wait" if earlier_job.spot else "keep_alive", None)
     if any(has_local_disks(name) for name in types_of(chosen["instance"])):
         inherited.pop("volume_size", None)
-    for name, other in EXCLUSIVE.items():
+    for name, other in OTHER_FIELD.items():
         if name in chosen:
             inherited.pop(other, None)
     return inherited

@@ -41,10 +41,10 @@ CLOSED_BY = {
     "processes whose time nobody counts": {FILTER},
 }
 # The program is process 1: so bwrap itself waits for it, and its processor time counts.
-NAMESPACES = [BWRAP, "--unshare-all", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL"]
-NAMESPACES += ["--proc", "/proc", "--dev", "/dev"]
+BWRAP_COMMAND = [BWRAP, "--unshare-all", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL"]
+BWRAP_COMMAND += ["--proc", "/proc", "--dev", "/dev"]
 # These options come after all mounts. Without them, processes of root could write to /proc/sys.
-READ_ONLY = ["--remount-ro", "/", "--remount-ro", "/dev", "--remount-ro", "/proc"]
+READ_ONLY_OPTIONS = ["--remount-ro", "/", "--remount-ro", "/dev", "--remount-ro", "/proc"]
 
 # A confined program reads programs and libraries below these prefixes, and files of the system.
 SYSTEM_PREFIXES = ("/", "/usr", "/usr/local")
@@ -78,11 +78,11 @@ VARIABLES = {
     "CUDA": "CUDA_CACHE_DISABLE CUDA_DEVICE_ORDER CUDA_HOME CUDA_LAUNCH_BLOCKING"
     " CUDA_MODULE_LOADING CUDA_PATH CUDA_VISIBLE_DEVICES",
 }
-# The kernel ends a program at KERNEL_FACTOR times its limit. It counts ticks, with an error of a
-# few percent, and the measured time of a program that was ended has to be over the limit.
-KERNEL_FACTOR = 1.1
-LONGEST_VALUE = 128  # bytes of a variable
-LONGEST_PATHS = 2048  # bytes of a variable that lists directories
+# The kernel ends a program at KERNEL_LIMIT_FACTOR times its limit. It counts ticks, with an error
+# of a few percent, and the measured time of a program that was ended has to be over the limit.
+KERNEL_LIMIT_FACTOR = 1.1
+MAX_VALUE_BYTES = 128  # of a variable
+MAX_PATHS_BYTES = 2048  # of a variable that lists directories
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def layers() -> frozenset[str]:
     """Find the layers of a sandbox that this system has. Many containers forbid bubblewrap."""
     available: set[str] = set()
     if shutil.which(BWRAP):
-        trial = subprocess.run([*NAMESPACES, "--ro-bind", "/", "/", "true"], capture_output=True)
+        trial = subprocess.run([*BWRAP_COMMAND, "--ro-bind", "/", "/", "true"], capture_output=True)
         if trial.returncode == 0:
             available.add(BUBBLEWRAP)
     if landlock.version():
@@ -192,10 +192,10 @@ def harmless_variables() -> dict[str, str]:
     """The variables of this process that have no secret, and are too short to have data."""
     env: dict[str, str] = {}
     for name in variable_names():
-        add_if_short(env, name, os.environ.get(name, ""), LONGEST_VALUE)
+        add_if_short(env, name, os.environ.get(name, ""), MAX_VALUE_BYTES)
     command_directories = [path for path in directories_of("PATH") if is_readable(Path(path))]
-    add_if_short(env, "PATH", os.pathsep.join(command_directories), LONGEST_PATHS)
-    add_if_short(env, "LD_LIBRARY_PATH", os.pathsep.join(library_directories()), LONGEST_PATHS)
+    add_if_short(env, "PATH", os.pathsep.join(command_directories), MAX_PATHS_BYTES)
+    add_if_short(env, "LD_LIBRARY_PATH", os.pathsep.join(library_directories()), MAX_PATHS_BYTES)
     return env
 
 
@@ -251,11 +251,11 @@ def confined(command: Sequence[str], sandbox: Sandbox) -> list[str]:
         "may_fork": sandbox.may_fork,
     }
     if not math.isinf(sandbox.cpu_seconds):
-        limits["cpu_seconds"] = math.ceil(KERNEL_FACTOR * sandbox.cpu_seconds)
+        limits["cpu_seconds"] = math.ceil(KERNEL_LIMIT_FACTOR * sandbox.cpu_seconds)
     restricted = python_command(restrict.__name__, json.dumps(limits), *command)
     if not is_wrapped:
         return restricted
-    return [*NAMESPACES, *mounts(sandbox), *READ_ONLY, "--", *restricted]
+    return [*BWRAP_COMMAND, *mounts(sandbox), *READ_ONLY_OPTIONS, "--", *restricted]
 
 
 def mounts(sandbox: Sandbox) -> list[str]:

@@ -36,8 +36,8 @@ LOG_BYTES = 4000  # at the end of a log, which are kept
 class Run:
     """A run of train.py to be made.
 
-    values are the options of train.py. The run may compute for `limit` seconds of processor time;
-    on a GPU, the clock counts. An isolated run reaches only its folder, its text, and Python's
+    values are the options of train.py. The run may compute for `max_seconds` of processor time; on
+    a GPU, the clock counts. An isolated run reaches only its folder, its text, and Python's
     packages, as far as this system can confine it, and gets no variables that may be secret.
     """
 
@@ -45,7 +45,7 @@ class Run:
     values: Mapping[str, Any]
     text: Path
     threads: int = 1
-    limit: float = math.inf
+    max_seconds: float = math.inf
     is_isolated: bool = False
 
 
@@ -72,9 +72,9 @@ class FinishedRun:
 
         The file and the line of its folder that failed come before that last line.
         """
-        if self.seconds > self.run.limit:
+        if self.seconds > self.run.max_seconds:
             clock = "of processor time" if self.gpu is None else "by the clock"
-            return f"it took over {self.run.limit:.0f} s {clock}"
+            return f"it took over {self.run.max_seconds:.0f} s {clock}"
         if self.clock_seconds > clock_limit(self.run, self.gpu):
             return f"it had not ended after {self.clock_seconds:.0f} s by the clock"
         if self.status == 0:
@@ -92,8 +92,8 @@ class FinishedRun:
 def clock_limit(run: Run, gpu: str | None) -> float:
     """The seconds by the clock after which a run is ended, even if it has computed little."""
     if gpu is not None:
-        return run.limit
-    return CLOCK_SECONDS + CLOCK_FACTOR * run.limit
+        return run.max_seconds
+    return CLOCK_SECONDS + CLOCK_FACTOR * run.max_seconds
 
 
 def run_all(
@@ -200,7 +200,7 @@ def start(run: Run, code: Path, directory: Path, gpu: str | None, log: BinaryIO)
         variables["CUDA_VISIBLE_DEVICES"] = device.name
     env = {**os.environ, **variables}
     if run.is_isolated:
-        sandbox = Sandbox([code, run.text], directory, device, run.limit)
+        sandbox = Sandbox([code, run.text], directory, device, run.max_seconds)
         command = confined(command, sandbox)
         # Intel's library counts cores by a call that the sandbox forbids, and would take one.
         env = environment(directory, MKL_DYNAMIC="FALSE", **variables)

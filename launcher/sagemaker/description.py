@@ -15,11 +15,11 @@ from sm_nanogpt.launcher.sagemaker.caller import NAME_TAG, OWNER_TAG, SUMMARY_TA
 
 # A FailureReason is the last line of the failed rank, `Name: cause [kind]`. If it left none, the
 # toolkit surrounds what it printed with pages of its own, and adds a line for a killed process.
-CAUSE = re.compile(
+CAUSE_LINE = re.compile(
     r'^(?:AlgorithmError: |ErrorMessage ")(\w+: .*?)(?: \[\w+\])?"?(?:, exit code: \d+)?\s*$',
     re.MULTILINE,
 )
-EXTRA = re.compile(r'^ExtraInfo "(.+?)"?\s*$', re.MULTILINE)
+EXTRA_INFO_LINE = re.compile(r'^ExtraInfo "(.+?)"?\s*$', re.MULTILINE)
 
 
 def is_our_job(raw: dict[str, Any]) -> bool:
@@ -151,6 +151,6 @@ def seconds_of(moment: datetime | None) -> float | None:
 
 def shorten(reason: str) -> str:
     """A FailureReason in one line: the error of train.py; if it has none, all of it."""
-    cause = CAUSE.search(reason) or EXTRA.search(reason)
+    cause = CAUSE_LINE.search(reason) or EXTRA_INFO_LINE.search(reason)
     text = cause[1] if cause else reason
     return " ".join(text.split())

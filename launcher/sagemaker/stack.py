@@ -21,8 +21,10 @@ from sm_nanogpt.launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-DESCRIPTION = "Where sm-nanogpt keeps texts and models"  # of the template; marks our stacks
-REVIEW = "REVIEW_IN_PROGRESS"  # only change sets; there is no stack yet
+DESCRIPTION_BEGINNING = (
+    "Where sm-nanogpt keeps texts and models"  # of the template; marks our stacks
+)
+REVIEW_STATUS = "REVIEW_IN_PROGRESS"  # only change sets; there is no stack yet
 # In this file, SageMaker describes a notebook instance or Studio space. The SDK also reads it.
 NOTEBOOK_METADATA = Path("/opt/ml/metadata/resource-metadata.json")
 
@@ -101,7 +103,7 @@ def cache_stack(settings: Settings, region: str, raw: dict[str, Any] | None) -> 
     stack = None if raw is None else read_stack(raw)
     remember_stack(settings, region, stack)
     if stack is None:
-        raise Missing(f"there is no stack {settings.stack} in {region}", "deploy-stack")
+        raise Missing(f"there is no stack {settings.stack} in {region}", code="deploy-stack")
     return stack
 
 
@@ -111,7 +113,7 @@ def describe_stack(client: Any, name: str) -> dict[str, Any] | None:
         raw = dict(client.describe_stacks(StackName=name)["Stacks"][0])
     except Missing:
         return None
-    return None if raw["StackStatus"] == REVIEW else raw
+    return None if raw["StackStatus"] == REVIEW_STATUS else raw
 
 
 def read_stack(raw: dict[str, Any]) -> Stack:
@@ -149,7 +151,7 @@ def is_our_stack(raw: dict[str, Any]) -> bool:
 
     A stack has its description from the start, and its outputs only at the end.
     """
-    return str(raw.get("Description", "")).startswith(DESCRIPTION)
+    return str(raw.get("Description", "")).startswith(DESCRIPTION_BEGINNING)
 
 
 def has_succeeded(status: str) -> bool:

@@ -45,7 +45,11 @@ class LocalRuns:
         for run in runs:
             values = {**self.search.hyperparameters, "seed": run.seed}
             local_run = Run(
-                run.source, values, self.search.text_directory, limit=max_seconds, is_isolated=True
+                run.source,
+                values,
+                self.search.text_directory,
+                max_seconds=max_seconds,
+                is_isolated=True,
             )
             local_runs.append(local_run)
         self.search.ledger.add("begun", runs=[run.key for run in runs])

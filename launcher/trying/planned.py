@@ -30,7 +30,7 @@ def planned_tokens(
     """The number of tokens on which a folder would train, by its config.py. Raises Refused."""
     program = PROGRAM.format(hyperparameters=dict(hyperparameters)).encode()
     printing_folder = Source(source.directory, {**source.files, "train.py": program})
-    run = Run(printing_folder, {}, text, limit=limit, is_isolated=True)
+    run = Run(printing_folder, {}, text, max_seconds=limit, is_isolated=True)
     [(_, ended)] = run_all([run], 1)
     last_line = ended.log.rpartition("\n")[2]
     try:

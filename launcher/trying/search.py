@@ -287,7 +287,7 @@ class Search:
             {**self.hyperparameters, **SMALL_RUN},
             self.text_directory,
             cores(),
-            limit=limit,
+            max_seconds=limit,
             is_isolated=True,
         )
         for _, ended in run_all([small_run], 1):

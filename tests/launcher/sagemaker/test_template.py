@@ -10,14 +10,14 @@ import pytest
 from sagemaker_jobs import deploy_stack
 
 from sm_nanogpt.launcher.sagemaker import deploy
-from sm_nanogpt.launcher.sagemaker.stack import DESCRIPTION
+from sm_nanogpt.launcher.sagemaker.stack import DESCRIPTION_BEGINNING
 
 
 def test_the_template_matches_the_launcher():
     from cfnlint import decode
 
     template: Any = decode.decode(str(deploy.TEMPLATE))[0]
-    assert template["Description"].startswith(DESCRIPTION)
+    assert template["Description"].startswith(DESCRIPTION_BEGINNING)
     resources = template["Resources"].items()
     retained = {name for name, each in resources if each.get("DeletionPolicy") == "Retain"}
     assert retained == {"Bucket", "BucketPolicy", "Key"}  # which `destroy` says it keeps

@@ -427,20 +427,20 @@ def test_a_run_reaches_nothing_of_its_search(tiny_search, monkeypatch):
 
 
 def test_a_run_that_never_ends_leaves_no_process(tiny_search):
-    run = run_of(ENDLESS, tiny_search, limit=1)
+    run = run_of(ENDLESS, tiny_search, max_seconds=1)
     assert problem_of(run) == "it took over 1 s of processor time"
     assert run.source.sha256 not in str(launching.processes())
 
 
 def test_a_run_that_waits_for_a_processor_is_not_ended(tiny_search):
     """A limit is of processor time: on a busy machine, the clock says nothing of a folder."""
-    assert problem_of(run_of("import time; time.sleep(1.2)", tiny_search, limit=1)) == ""
+    assert problem_of(run_of("import time; time.sleep(1.2)", tiny_search, max_seconds=1)) == ""
 
 
 def test_a_run_that_hangs_is_ended_by_the_clock(tiny_search, monkeypatch):
     monkeypatch.setattr(local_runs, "CLOCK_SECONDS", 0.5)
     monkeypatch.setattr(local_runs, "CLOCK_FACTOR", 0)
-    problem = problem_of(run_of("import time; time.sleep(99)", tiny_search, limit=1))
+    problem = problem_of(run_of("import time; time.sleep(99)", tiny_search, max_seconds=1))
     assert problem.startswith("it had not ended after")
 
 
