@@ -137,25 +137,20 @@ def status_command(job_id: str, as_json: bool) -> None:
     Example:
       sm-nanogpt status JOB-ID
     """
-    from sm_nanogpt.launcher.tracking import TrackedJob, other_owner
+    from sm_nanogpt.launcher.tracking import TrackedJob
     from sm_nanogpt.launcher.views.job_fields import json_fields_of, texts_of
 
     settings = settings_of()
     tracked = TrackedJob(job_id, settings)
-    job = tracked.describe()
-    try:
-        job = replace(job, owner=other_owner(job, settings) or job.owner)
-    except LauncherError as error:
-        note(f"its owner is not known: {error}")
+    job = with_owner(tracked.describe(), settings)
     curve = None
     try:
         curve = tracked.curve()
     except ServiceError as error:
         note(f"no curve: {error}")
     if job.is_running and curve is not None and curve.rows:
-        # SageMaker gives the newest values late.
-        metrics = {**(job.metrics or {}), **curve.newest}
-        job = replace(job, metrics=metrics)
+        # SageMaker describes a job with its newest values late.
+        job = replace(job, metrics={**(job.metrics or {}), **curve.newest})
     if as_json:
         print_json(json_fields_of(job))
         return
@@ -176,6 +171,18 @@ def status_command(job_id: str, as_json: bool) -> None:
         )
     if job.status == "Failed":
         print_last_lines(list(tracked.logs(tail=10)))
+
+
+def with_owner(job: JobDescription, settings: Settings) -> JobDescription:
+    """The job with the name of its owner, if that is somebody else. A failure to ask is a note."""
+    from sm_nanogpt.launcher.tracking import other_owner
+
+    try:
+        owner = other_owner(job, settings)
+    except LauncherError as error:
+        note(f"its owner is not known: {error}")
+        return job
+    return replace(job, owner=owner or job.owner)
 
 
 def print_last_lines(lines: list[str]) -> None:
