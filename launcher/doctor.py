@@ -170,8 +170,8 @@ def check_store(context: Context) -> Answer:
 def check_price(context: Context) -> Answer:
     prices = Prices(context.settings)
     price = prices.of(context.instance)
-    if prices.trouble:
-        return Doubt(prices.trouble)
+    if prices.failure:
+        return Doubt(prices.failure)
     if price is None:
         return Doubt(f"the price of {context.instance} in {prices.region} is unknown")
     return f"{usd(price.per_hour)} an hour, by {price.source}"

@@ -283,10 +283,10 @@ def field_error(error: ValidationError, values: Mapping[str, Any]) -> InputError
 
     if len(inner) > 1:  # inner[1] is one of the types that a value may have
         problem = "must be a finite number, a text, or True or False"
-    refusal = InputError(f"{inner[0]}={value!r}: {problem}")
-    refusal.field = name
-    refusal.value = values[name]
-    return refusal
+    hyperparameter_error = InputError(f"{inner[0]}={value!r}: {problem}")
+    hyperparameter_error.field = name  # which the message does not name
+    hyperparameter_error.value = values[name]
+    return hyperparameter_error
 
 
 class TrainingJob(Request):

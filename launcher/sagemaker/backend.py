@@ -317,19 +317,22 @@ class SageMakerBackend(Backend):
 
     @classmethod
     def check_no_later(cls, job: JobDescription, settings: Settings, acts: bool) -> None:
-        """Also raises InputError if a later job runs in another region, and `acts`."""
-        for last in caller.last_launches(settings):
-            if last.job_id <= job.job_id:
+        """Log that the caller launched a later job than `job` from here, in another region.
+
+        acts: the job is to be changed; then this raises InputError. This asks AWS.
+        """
+        for later in caller.last_launches(settings):
+            if later.job_id <= job.job_id:
                 continue
-            current = Account(settings)
-            other = Account(settings.model_copy(update={"region": last.region}))
-            is_elsewhere = last.caller == current.caller() and last.region != current.region
-            if not is_elsewhere or other.find_raw(last.job_id) is None:
+            account = Account(settings)
+            other_account = Account(settings.model_copy(update={"region": later.region}))
+            is_elsewhere = later.caller == account.caller() and later.region != account.region
+            if not is_elsewhere or other_account.find_raw(later.job_id) is None:
                 continue
-            problem = f"{last.job_id} was launched after {job.job_id}, in {last.region}"
+            problem = f"{later.job_id} was launched after {job.job_id}, in {later.region}"
             if acts:
-                raise InputError(problem, code="in-another-region", region=last.region)
-            logger.info(problem, extra={"code": "in-another-region", "region": last.region})
+                raise InputError(problem, code="in-another-region", region=later.region)
+            logger.info(problem, extra={"code": "in-another-region", "region": later.region})
 
     def stop(self, job_id: str) -> None:
         self.account.client("sagemaker").stop_training_job(TrainingJobName=job_id)

@@ -284,15 +284,15 @@ class Prices:
         self.cache = Cache(settings.home / "prices.json", Answers)
         self.session = aws_session(settings)
         self.region = check_region(self.session)
-        self.trouble = ""  # why AWS could not be asked; then it is not asked again
+        self.failure = ""  # why AWS could not be asked; then it is not asked again
 
     def of(self, instance: str) -> Price | None:
         """The price of an instance type; None if it is unknown. This raises no errors."""
         answer = self.saved_answer(instance)
-        if not (is_fresh(answer) or self.trouble):
+        if not (is_fresh(answer) or self.failure):
             answer = self.ask(instance) or answer
-            if self.trouble:
-                logger.info(self.trouble)
+            if self.failure:
+                logger.info(self.failure)
         if answer is not None:
             return Price(answer.per_hour, f"AWS's price list of {answer.day}")
         return offline_price(instance) if self.region == OFFLINE_REGION else None
@@ -301,7 +301,7 @@ class Prices:
         return self.cache.read().get(self.region, {}).get(instance)
 
     def ask(self, instance: str) -> PriceAnswer | None:
-        """Ask the price list and save its price, if it has one; on failure, set `trouble`."""
+        """Ask the price list and save its price, if it has one; on failure, set `failure`."""
         try:
             products = self.products_of(instance)
             per_hour = None if products is None else training_price(products, instance)
@@ -312,7 +312,7 @@ class Prices:
             return None
         # A launch must not fail here, so any error of a parser is caught.
         except Exception as error:
-            self.trouble = f"could not ask AWS's price list: {message_of(error)}"
+            self.failure = f"could not ask AWS's price list: {message_of(error)}"
             return None
         answers = self.cache.read()
         answers.setdefault(self.region, {})[instance] = answer
@@ -322,11 +322,11 @@ class Prices:
     def products_of(self, instance: str) -> list[str] | None:
         """The products of an instance type in the price list, each a JSON document.
 
-        None, with `trouble` set, if there is no list for the region.
+        None, with `failure` set, if there is no list for the region.
         """
         partition = self.session.get_partition_for_region(self.region)
         if partition != "aws":  # the endpoint rejects its credentials
-            self.trouble = f"there is no price list for {self.region} (partition {partition})"
+            self.failure = f"there is no price list for {self.region} (partition {partition})"
             return None
         filters = [
             {"Type": "TERM_MATCH", "Field": "regionCode", "Value": self.region},

@@ -87,7 +87,7 @@ def test_without_an_answer_the_table_is_used(service, answer, why):
         service.instead["GetProducts"] = answer
     price_list = prices()
     assert price_list.of("ml.g5.12xlarge") == TABLE
-    assert price_list.trouble.startswith(f"could not ask AWS's price list: {why}")
+    assert price_list.failure.startswith(f"could not ask AWS's price list: {why}")
     assert price_list.of("ml.p5.48xlarge") is None
     assert service.operations() == ["GetProducts"]  # once is enough
 
@@ -95,7 +95,7 @@ def test_without_an_answer_the_table_is_used(service, answer, why):
 def test_a_partition_without_a_price_list_makes_no_request(service):
     price_list = prices("cn-north-1")
     assert price_list.of("ml.g5.12xlarge") is None
-    assert "cn-north-1 (partition aws-cn)" in price_list.trouble
+    assert "cn-north-1 (partition aws-cn)" in price_list.failure
     assert service.operations() == []
 
 
