@@ -237,8 +237,8 @@ EQUIVALENT = {
         "True -> (False)",
     ): "each index has its losses",
     (
-        "run_hashes = hashes(training[begin : begin + CHUNK + length - 1], length)",
-        "begin + CHUNK + length - 1 -> (begin + CHUNK + length + 1)",
+        "run_hashes = hashes(training[begin : begin + CHUNK_BYTES + length - 1], length)",
+        "begin + CHUNK_BYTES + length - 1 -> (begin + CHUNK_BYTES + length + 1)",
     ): "the next chunk has these two runs too",
     (
         "for length in {longest // 8, longest // 3, longest // 2} - {0}:",

@@ -179,7 +179,8 @@ def logits_depend_on_length(worker: Worker, longest: int) -> bool:
     expected = scores(ids)
     for length in {longest // 8, longest // 3, longest // 2} - {0}:
         difference = (scores(ids[:, :length]) - expected[:, :length]).abs().max()
-        if not difference <= TOLERANCE:  # also if it is NaN
+        # A difference of NaN is not at most TOLERANCE.
+        if not difference <= TOLERANCE:
             return True
     return False
 
