@@ -97,7 +97,7 @@ def read_texts(
 ) -> list[Text]:
     """Read the documents that `upload_data` would take from these paths, with its options.
 
-    Raises InputError.
+    Raises InputError if a file cannot be read, or there is no text.
     """
     texts = list[Text]()
     skipped = Skipped()

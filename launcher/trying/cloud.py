@@ -229,9 +229,9 @@ class SageMakerRuns(GroupRun):
 
     def begin_stage(self, runs: Sequence[SeededRun]) -> None:
         """Find the job that was sent for these runs before, or plan a new one."""
-        sent_before = self.find_sent_job(runs)
-        if sent_before:
-            self.running[ONLY_JOB] = sent_before
+        sent_job_id = self.find_sent_job(runs)
+        if sent_job_id:
+            self.running[ONLY_JOB] = sent_job_id
             return
         self.ledger.settle_all(self.cost_of)
         job_id = launch.new_job_id()

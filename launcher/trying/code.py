@@ -23,10 +23,10 @@ XZ_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict
 PART_BYTES = 4  # a run of few different parts of this length repeats itself
 
 
-def check_code(source: Source, first: Source, judged: bytes) -> None:
-    """Raise Refused if a folder holds more than new code, or a part of the judge's text.
+def check_code(source: Source, first: Source, judge_text: bytes) -> None:
+    """Raise Refused if a folder has more new code than a change takes, or text of the judge.
 
-    first: the folder that the search began with. judged: the judge's text.
+    first: the folder that the search began with.
     """
     new_files = {}
     for name, content in source.files.items():
@@ -35,13 +35,13 @@ def check_code(source: Source, first: Source, judged: bytes) -> None:
     check_size(new_files, first)
 
     first_lines = set(b"".join(first.files.values()).splitlines())
-    runs_of_judge = runs_in(with_one_space(judged))
+    judge_runs = runs_in(with_one_space(judge_text))
     for name, content in new_files.items():
         new_lines = {}
         for number, line in enumerate(content.splitlines(), start=1):
             if line not in first_lines:
                 new_lines[number] = line
-        check_copies(name, new_lines, runs_of_judge)
+        check_copies(name, new_lines, judge_runs)
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def refusal_of_size(new_files: Mapping[str, bytes], amount: str, max_bytes: int)
 # -- text of the judge -----------------------------------------------------------------------------
 
 
-def check_copies(name: str, lines: Mapping[int, bytes], runs_of_judge: set[bytes]) -> None:
+def check_copies(name: str, lines: Mapping[int, bytes], judge_runs: set[bytes]) -> None:
     """Raise Refused if lines of a file contain a run of RUN_BYTES of the judge's text.
 
     name is that of the file; lines has its lines by their numbers. Each run of white space counts
@@ -109,8 +109,8 @@ def check_copies(name: str, lines: Mapping[int, bytes], runs_of_judge: set[bytes
 
     for start in range(len(text) - RUN_BYTES + 1):
         run = text[start : start + RUN_BYTES]
-        if run in runs_of_judge and not repeats_itself(run):
-            n_bytes = end_of_copy(text, start, runs_of_judge) - start
+        if run in judge_runs and not repeats_itself(run):
+            n_bytes = end_of_copy(text, start, judge_runs) - start
             number = numbers[bisect.bisect_right(starts, start) - 1]
             excerpt = run.decode(errors="replace")
             problem = f"{name}:{number} has {n_bytes} bytes that the judge's text has too"
@@ -122,9 +122,9 @@ def runs_in(text: bytes) -> set[bytes]:
     return {text[start : start + RUN_BYTES] for start in range(len(text) - RUN_BYTES + 1)}
 
 
-def end_of_copy(text: bytes, start: int, runs_of_judge: set[bytes]) -> int:
+def end_of_copy(text: bytes, start: int, judge_runs: set[bytes]) -> int:
     """The position at which the copy of the judge's text ends that begins at `start`."""
-    while text[start : start + RUN_BYTES] in runs_of_judge:
+    while text[start : start + RUN_BYTES] in judge_runs:
         start += 1
     return start - 1 + RUN_BYTES
 

@@ -204,8 +204,8 @@ class Search:
     def locked(self, shared: bool) -> Iterator[None]:
         """Lock this search, and wait for commands that hold it.
 
-        shared: other commands may hold the search at the same time if they also share it. None can
-        remove it.
+        shared: other commands with shared=True may hold the search at the same time. Nobody can
+        remove a search that is held.
         """
         path = self.directory / LOCK_FILE
         with storage.errors_about(str(path)):
