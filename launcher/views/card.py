@@ -32,8 +32,8 @@ def drawing(curve: Curve) -> str:
     low = min(losses)
     high = max(losses)
     lines = polyline(training, opacity=0.4) + polyline(validation, opacity=1)
-    view_box = f'viewBox="0 {-high} {last_step} {high - low or 1}" preserveAspectRatio="none"'
-    svg = f'<svg width="480" height="130" overflow="visible" {view_box}>{lines}</svg>'
+    frame = f'viewBox="0 {-high} {last_step} {high - low or 1}" preserveAspectRatio="none"'
+    svg = f'<svg width="480" height="130" overflow="visible" {frame}>{lines}</svg>'
     caption = f"val_loss strong, train_loss pale: {high:.2f} to {low:.2f} in {last_step} steps"
     return f"{svg}<br>{caption}"
 
