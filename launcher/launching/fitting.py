@@ -59,7 +59,7 @@ def fit_sizes(request: Request, texts: Texts, page_limits: Sequence[int]) -> lis
         if not fitting:
             problem = f"the page of the smallest size has {in_units(pages[PAGE_SIZES[0]])}"
             raise InputError(problem, field="fit", value=in_units(page_limit))
-        size = sizing.largest_readable(fitting, request, length.n_tokens)
+        size = sizing.largest_readable(fitting, request, length)
         fits.append(Fit(size, pages[size], is_by_text=size < fitting[-1]))
     return fits
 

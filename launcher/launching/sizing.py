@@ -28,10 +28,14 @@ SMALL_SIZES = tuple(n / 4 for n in range(1, 13))  # 0.25 to 3
 AUTO_SIZES = (*SMALL_SIZES, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 LARGEST_ON_CPU = 3  # takes some minutes, as `laptop` does
 LARGEST_MEASURED = 3  # the largest size with which readings and generations were measured
-# A size over 1, up to LARGEST_MEASURED, may read its text so often: after 16 readings, C headers
-# lose 0.06 nats more, and a novel 0.01 less. Sizes up to 1 may read it as often as any other size:
-# with fewer readings the text would get size 0.75, which loses, as it has a third of the work of 1.
-AUTO_READINGS = 12
+# A chosen size is worth training on at most so many readings of the text; its run ends after
+# MOST_READINGS of them. Sizes up to 1 may be worth MOST_READINGS: with fewer, a short text would
+# get size 0.75, which loses, as it has a third of the work of size 1.
+AUTO_READINGS = 12  # of a size over 1, up to LARGEST_MEASURED
+# The same for two generations of a size up to LARGEST_SHORT. On a short text they gain by a larger
+# model, although they do not read it as often as the model is worth (docs/sizes.md).
+SHORT_READINGS = 24
+LARGEST_SHORT = 1.75
 AUTO_GENERATIONS = 2
 FEW_STEPS = 10  # fewer steps hardly change the model that a run starts from
 
@@ -81,21 +85,31 @@ def sized(request: Request, texts: Texts) -> Request:
         return with_logged_size(request, request.size, text_length(request, texts))
     if request.preset == "auto":
         length = text_length(request, texts)
-        return with_chosen_size(request, size_by_text(request, length.n_tokens), length)
+        return with_chosen_size(request, size_by_text(request, length), length)
     return request
 
 
 def with_chosen_size(request: Request, size: float, length: TextLength) -> Request:
     """The request with a size that was chosen for it, by its text or by the bytes of a page.
 
-    It gets two generations where a second one is known to gain, unless it says how long it trains
-    or has a teacher.
+    It gets two generations where a second one is known to gain.
     """
     of_size = with_logged_size(request, size, length)
-    sets_steps = {"max_steps", "generations"} & request.hyperparameters.keys()
-    if sets_steps or request.teacher is not None or not has_tuned_rates(request):
+    if not may_take_generations(request, length):
         return of_size
     return with_generations(of_size, size, length)
+
+
+def may_take_generations(request: Request, length: TextLength) -> bool:
+    """True if a request with an open size leaves it to the size whether it trains two generations.
+
+    False for conversations, with which they were not measured, and for a folder without them.
+    """
+    sets_steps = {"max_steps", "generations"} & request.hyperparameters.keys()
+    if sets_steps or request.teacher is not None or length.is_of_chats:
+        return False
+    has_generations = bool(request.source.known_hyperparameters({"generations": 0}))
+    return has_generations and has_tuned_rates(request)
 
 
 def with_logged_size(request: Request, size: float, length: TextLength) -> Request:
@@ -121,10 +135,8 @@ def with_size(request: Request, size: float, length: TextLength) -> Request:
 
 def with_generations(request: Request, size: float, length: TextLength) -> Request:
     """The request with two generations of its size, if the second is known to gain."""
-    config = request.config(world_size=1)
-    readings = readings_of(config, length.n_tokens)
-    is_old_folder = not hasattr(config, "generations")
-    if is_old_folder or length.is_of_chats or not gains_by_generations(size, readings):
+    readings = readings_of(request.config(world_size=1), length.n_tokens)
+    if not gains_by_generations(size, readings):
         return request
     reason = f"each reads the text {readings:.1f} times, and the second also learns from the first"
     time = "both take about 2.25 times as long as one"
@@ -152,29 +164,38 @@ def has_tuned_rates(request: Request) -> bool:
         return bool(config.has_tuned_rates(request.hyperparameters.get("optimizer")))
 
 
-def size_by_text(request: Request, n_tokens: int) -> float:
+def size_by_text(request: Request, length: TextLength) -> float:
     """The largest size for which a text is long enough; on a CPU, at most LARGEST_ON_CPU."""
     has_gpus = request.backend_class.has_gpus(request.instance_name)
     limit = AUTO_SIZES[-1] if has_gpus else LARGEST_ON_CPU
     sizes = [size for size in AUTO_SIZES if size <= limit]
-    return largest_readable(sizes, request, n_tokens)
+    return largest_readable(sizes, request, length)
 
 
-def largest_readable(sizes: Sequence[float], request: Request, n_tokens: int) -> float:
+def largest_readable(sizes: Sequence[float], request: Request, length: TextLength) -> float:
     """The largest of these rising sizes for which a text is long enough; the first if none is.
 
     A size is worth training on a number of tokens, for which it may read the text several times.
     """
+    has_generations = may_take_generations(request, length)
     largest = sizes[0]
     with request.source.user_errors():
         dial = request.source.module("sizes")
         for size in sizes:
-            is_limited = 1 < size <= LARGEST_MEASURED
-            max_readings = AUTO_READINGS if is_limited else dial.MOST_READINGS
-            if dial.tokens_worth_training(size) > max_readings * n_tokens:
+            readings = max_readings(size, has_generations, dial.MOST_READINGS)
+            if dial.tokens_worth_training(size) > readings * length.n_tokens:
                 break
             largest = size
     return largest
+
+
+def max_readings(size: float, has_generations: bool, most_readings: int) -> int:
+    """How many readings of the text a size may be worth, if it is chosen for the text."""
+    if size <= 1 or size > LARGEST_MEASURED:
+        return most_readings
+    if has_generations and size <= LARGEST_SHORT:
+        return SHORT_READINGS
+    return AUTO_READINGS
 
 
 def with_whole_windows(request: Request, text: Channel) -> Request:

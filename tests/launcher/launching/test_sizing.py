@@ -17,6 +17,7 @@ from sm_nanogpt.entry_point.huggingface import FINE_TUNING
 from sm_nanogpt.entry_point.sizes import hyperparameters_for_size
 from sm_nanogpt.launcher.job import SEARCH_VARIABLE, Request, TrainingJob
 from sm_nanogpt.launcher.launching import sizing, texts
+from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.text.channels import Channel
 from sm_nanogpt.launcher.text.store import VALIDATION_FRACTION, Upload
 
@@ -171,7 +172,9 @@ def test_readings_count_the_part_of_the_text_that_trains():
     [
         ("local", 585, 0.25),  # the shortest text that is taken
         ("local", 18_000, 1.0),  # read 15 times: size 0.75 reads it 6 times
-        ("local", 60_000, 1.5),  # size 1.75 reads it 15 times
+        ("local", 27_000, 1.5),  # worth 23 readings, and read 16 times
+        ("local", 36_000, 1.5),  # size 1.75 is worth 24.4 readings
+        ("local", 90_000, 1.75),  # size 2 reads it 13 times
         ("local", 300_000, 2.75),  # size 3 reads it 14 times
         ("ml.m5.large", 4_000_000_000, 3.0),
         ("ml.g5.12xlarge", 1_000_000, 4.0),  # read 12.4 times
@@ -184,9 +187,36 @@ def test_auto_takes_the_largest_size_that_the_text_fills(instance, tokens, size)
     assert sized.preset is None
     config = sized.config()
     step = config.batch_size * config.block_size
-    max_readings = sizing.AUTO_READINGS if 1 < size <= sizing.LARGEST_MEASURED else 16
-    assert config.max_steps * step <= max(20 * step, max_readings * tokens + step)
+    assert config.max_steps * step <= max(20 * step, 16 * tokens + step)
     assert tokens // 9 > config.block_size
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hyperparameters": {"generations": 1}},
+        {"hyperparameters": {"max_steps": 500}},
+        {"hyperparameters": {"optimizer": "adamw"}},
+        {"teacher": "/some/model"},
+    ],
+)
+def test_one_run_gets_a_smaller_size_than_two_generations(fields):
+    """A longer run of one generation memorizes the text."""
+    assert sizing.sized(job("local", "auto"), text(42_000)).size == 1.75
+    request = job("local", "auto").replaced(**fields)
+    assert sizing.sized(request, text(42_000)).size == 1.25
+
+
+def test_a_folder_without_generations_gets_the_size_of_one_run(monkeypatch):
+    """As of a copy that is older than they are."""
+    monkeypatch.setattr(Source, "known_hyperparameters", lambda *_: {})
+    sized = sizing.sized(job("local", "auto"), text(42_000))
+    assert sized.size == 1.25
+    assert "generations" not in sized.hyperparameters
+
+
+def test_a_size_of_conversations_is_that_of_one_run():
+    assert sizing.sized(job("local", "auto"), text(42_000, chats=True)).size == 1.25
 
 
 @pytest.mark.parametrize(
