@@ -60,7 +60,7 @@ def why_no_document(record: Any, position: str, column: str) -> str:
             command = "jupyter nbconvert --to script --stdout FILE > NEW-FILE.py"
             return f"a notebook; `{command}` makes code of it"
         if is_in_parts(record.get(column)) and not position.endswith(WHOLE_FILE):
-            command = jq(f"{root.removesuffix('.')}{path_to(column)} |= ({JOIN_FILTER})")
+            command = jq(f"{root.removesuffix('.')}{jq_field(column)} |= ({JOIN_FILTER})")
             problem = f"`{column}` is a list of strings and parts, as Telegram writes it"
             return f"{problem}; {command} joins them"
     records = find_records(record, column)
@@ -151,28 +151,29 @@ def find_records(value: Any, column: str) -> RecordList | None:
     return max(candidates, key=preference, default=None)  # the first of equal ones
 
 
-def lists_in(value: Any) -> Iterator[RecordList]:
-    """Yield the lists in a JSON value, the shallowest first.
+def lists_in(document: Any) -> Iterator[RecordList]:
+    """Yield what may be a list of records in a JSON value, level by level.
 
-    If the items of a list each have a list in the same field, these count as one list.
+    That is a list, or an object whose values are all of one kind. Lists that have the same path,
+    such as `.chats[].messages[]`, are yielded as one.
     """
-    values_by_path: dict[str, list[Any]] = {"": [value]}
+    values_by_path: dict[str, list[Any]] = {"": [document]}
     for _ in range(MAX_DEPTH):
         next_level: dict[str, list[Any]] = {}
         for path, values in values_by_path.items():
             items: list[Any] = []
             for value in values[:MAX_VALUES]:
-                items += items_in(value)
+                items += list_items(value)
             if items:
                 yield RecordList(f"{path}[]", items)
                 next_level[f"{path}[]"] = items
             for value in values[:MAX_VALUES]:
-                for name, field in fields_in(value):
-                    next_level.setdefault(f"{path}{path_to(name)}", []).append(field)
+                for name, field in quotable_fields(value):
+                    next_level.setdefault(f"{path}{jq_field(name)}", []).append(field)
         values_by_path = next_level
 
 
-def items_in(value: Any) -> list[Any]:
+def list_items(value: Any) -> list[Any]:
     """The items of a list; or the values of an object whose fields are numbers, or whose values are
     objects of one kind; else []."""
     if isinstance(value, list):
@@ -197,7 +198,7 @@ def is_numbered(value: dict[str, Any]) -> bool:
     return all(name.isdigit() for name in value)
 
 
-def fields_in(value: Any) -> list[tuple[str, Any]]:
+def quotable_fields(value: Any) -> list[tuple[str, Any]]:
     """The first fields of an object whose names a shell can take in single quotes."""
     if not isinstance(value, dict):
         return []
@@ -205,8 +206,8 @@ def fields_in(value: Any) -> list[tuple[str, Any]]:
     return [(name, field) for name, field in fields if "'" not in name]
 
 
-def path_to(name: str) -> str:
-    """The path of jq to a field of an object."""
+def jq_field(name: str) -> str:
+    """The filter of jq that yields a field of an object."""
     if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         return f".{name}"
     return f"[{json.dumps(name)}]"
