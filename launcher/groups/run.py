@@ -61,25 +61,27 @@ class Event:
 
 
 def begin_sweep(plan: SweepPlan) -> Iterator[Event]:
-    """Upload the text and record the sweep; return an iterator that runs it.
+    """Upload what the jobs read, and record the sweep; return an iterator that runs the jobs.
 
-    The iterator starts the jobs, `parallel` at a time, until all have ended, and yields each when
-    it starts and when it ends. Ended jobs are added to plan.group. A job that is deleted meanwhile
-    is logged, and leaves the group. A job that stopped or failed earlier continues from its
-    checkpoint. If a quota of the account keeps a job from starting, the job waits until another
-    one ends. After an error, the running jobs keep running.
+    The texts and models that the store lacks are uploaded, unless no job is to be started. The
+    iterator starts the jobs, `parallel` at a time, until all have ended. It yields an Event when a
+    job starts, when it ends, and when a quota or the cost ceiling keeps it from starting. A job
+    that a quota keeps from starting waits until another one ends. A job that stopped or failed
+    earlier continues from its checkpoint. Ended jobs are added to plan.group. A job that is deleted
+    meanwhile is logged, and leaves the group. After an error, the running jobs keep running.
     """
-    if plan.first_plan is not None:
-        plan.first_plan.upload()
-        plan.sweep = with_inputs_of(plan.first_plan, plan.sweep)
+    first = plan.first_plan
+    if first is not None:
+        first.upload()  # for all jobs, which read the same
+        plan.sweep = with_uploaded_inputs(plan.sweep, first)
     plan.ledger.record(plan.sweep)
     return SweepRun(plan).events()
 
 
-def with_inputs_of(plan: Plan, sweep: Sweep) -> Sweep:
-    """The sweep with the uploaded texts and the kept folder of one of its jobs.
+def with_uploaded_inputs(sweep: Sweep, plan: Plan) -> Sweep:
+    """The sweep with the URIs of what a plan of one of its jobs uploaded, and its kept folder.
 
-    So later tries read the same as the first ones, whatever was changed or launched meanwhile, and
+    So later tries read the same as the first tries, whatever was changed or launched meanwhile, and
     from any directory.
     """
     inputs: dict[str, Any] = {name: channel.uri for name, channel in plan.channels.items()}
