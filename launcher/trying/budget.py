@@ -77,11 +77,14 @@ class Budget:
                 raise Refused(f"takes {ratio:.2f}x the {description} of the search's first folder")
 
     def slowdown(self, base: str, seeds: Sequence[int], field: str) -> float:
-        """By how much a busy machine slowed these seeds' runs: from 1 to MAX_SLOWDOWN.
+        """How many times longer runs with these seeds took on a busy machine: 1 to MAX_SLOWDOWN.
 
-        It is the mean time of the base's runs with these seeds, divided by that of its other runs;
-        1 if there are none of either. Other programs use the caches and the core, so a run computes
-        for longer. field: a key of TIME_FIELDS.
+        The mean time of the base folder's runs with these seeds, divided by the mean of its runs
+        with other seeds; 1 if either set is empty. base: the SHA-256 of the base folder. field: a
+        key of TIME_FIELDS.
+
+        A run on a CPU is measured in processor time. That too grows on a busy machine: other
+        programs share the caches and the arithmetic units of the core.
         """
         times = list[float]()
         other_times = list[float]()
