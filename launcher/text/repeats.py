@@ -43,23 +43,24 @@ def with_one_space(content: bytes) -> bytes:
 def repeated_share(training: Iterable[bytes], validation: bytes, n_training_bytes: int) -> float:
     """The share of a validation text, 0 to 1, that a training text contains.
 
-    The training text comes in pieces, and has about n_training_bytes. If these are over
-    MAX_LOOKUPS, only every n-th run is looked up, with n up to RUN_BYTES. Then shared parts that
-    are shorter than RUN_BYTES + n may be missed.
+    The training text comes in pieces, and has about n_training_bytes. Of a training text of more
+    than MAX_LOOKUPS bytes, only every step-th run is looked up; then shared parts shorter than
+    RUN_BYTES + step may be missed.
     """
     sample = with_one_space(validation)
     hashes = [
         hash(sample[start : start + RUN_BYTES]) for start in range(len(sample) - RUN_BYTES + 1)
     ]
-    shared = shared_hashes(
-        set(hashes), training, step=min(RUN_BYTES, 1 + n_training_bytes // MAX_LOOKUPS)
-    )
+    step = min(RUN_BYTES, 1 + n_training_bytes // MAX_LOOKUPS)
+    shared = shared_hashes(set(hashes), training, step)
+
     n_repeated = 0  # bytes
     end = 0  # of the last run that is repeated
     for start, run_hash in enumerate(hashes):
         if run_hash in shared:
-            n_repeated += start + RUN_BYTES - max(start, end)
+            first_new = max(start, end)  # runs overlap
             end = start + RUN_BYTES
+            n_repeated += end - first_new
     return n_repeated / max(1, len(sample))
 
 
