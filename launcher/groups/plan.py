@@ -45,7 +45,7 @@ class SweepPlan:
 
     @property
     def first_plan(self) -> Plan | None:
-        """The plan of the first job to start; None if there is none. All jobs have its texts and folder."""
+        """The plan of the first job to start, or None. All jobs have its texts and folder."""
         return next(iter(self.plans.values()), None)
 
     @property
