@@ -10,7 +10,9 @@ import math
 import os
 import threading
 import time
+from collections.abc import Set
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 TASKS = Path("/proc/self/task")
@@ -46,7 +48,7 @@ class Waiting:
         self.libraries: list[str] = []
         if n_threads > 1 and not os.environ.get("OMP_WAIT_POLICY"):  # else the user has chosen
             self.libraries = openmp_libraries()
-        self.all_cpus = os.sched_getaffinity(0) if self.libraries else set()
+        self.all_cpus = cpus_of_process() if self.libraries else frozenset[int]()
         self.cpus = self.all_cpus  # on which the threads may run now
         self.measure(LOOK_SECONDS)
 
@@ -103,12 +105,15 @@ class Waiting:
         self.idle_threads = None
         self.measure(LOOK_SECONDS)
 
-    def cpus_to_share(self, n_used: float) -> set[int]:
+    def cpus_to_share(self, n_used: float) -> frozenset[int]:
         """The CPUs for threads that sleep: all, unless other programs use half of them or more.
 
         Each gets equally many threads, since all wait for those that take longest. Where others use
-        fewer CPUs, the system finds room for most threads; that was not measured.
+        fewer CPUs, the system finds room for most threads; that was not measured. All too, if any
+        thread may not run on all CPUs: the user has bound it, or another Waiting of this process.
         """
+        if any(cpus != self.all_cpus for cpus in cpus_of_threads()):
+            return self.all_cpus
         n_free = max(1, round(len(self.all_cpus) - n_used))
         threads_per_cpu = math.ceil(self.n_threads / n_free)
         if threads_per_cpu == 1 or 2 * n_free > len(self.all_cpus):
@@ -117,16 +122,17 @@ class Waiting:
         # The system has put this thread where it found room. The next CPUs come after it.
         current = current_cpu()
         cpus = sorted(self.all_cpus, key=lambda cpu: (cpu < current, cpu))
-        return set(cpus[:n_shared])
+        return frozenset(cpus[:n_shared])
 
-    def run_on(self, cpus: set[int]) -> None:
-        """Has all threads of this process run on these CPUs."""
+    def run_on(self, cpus: frozenset[int]) -> None:
+        """Has all threads of this process run on these CPUs, unless the system forbids it."""
         if cpus == self.cpus:
             return
-        self.cpus = cpus
-        for task in TASKS.iterdir():
-            with suppress(OSError):  # a thread that has just ended
-                os.sched_setaffinity(int(task.name), cpus)
+        with suppress(OSError):  # a sandbox forbids it, or a container has other CPUs now
+            for task in TASKS.iterdir():
+                with suppress(ProcessLookupError):  # a thread that has just ended
+                    os.sched_setaffinity(int(task.name), cpus)
+            self.cpus = cpus
 
 
 class IdleThreads:
@@ -184,12 +190,27 @@ def core_delay() -> float:
     return nanoseconds / 1e9
 
 
+@cache
+def cpus_of_process() -> frozenset[int]:
+    """The CPUs on which this process could run when this was first asked."""
+    return frozenset(os.sched_getaffinity(0))
+
+
+def cpus_of_threads() -> list[set[int]]:
+    """The CPUs on which each thread of this process may run."""
+    cpus = []
+    for task in TASKS.iterdir():
+        with suppress(ProcessLookupError):  # a thread that has just ended
+            cpus.append(os.sched_getaffinity(int(task.name)))
+    return cpus
+
+
 def current_cpu() -> int:
     """The number of the CPU on which this thread runs."""
     return int(ctypes.CDLL(None).sched_getcpu())
 
 
-def others_seconds(cpus: set[int]) -> float:
+def others_seconds(cpus: Set[int]) -> float:
     """Seconds for which other programs have used these CPUs so far, added up.
 
     0.0 where the system does not count them. https://docs.kernel.org/filesystems/proc.html
@@ -203,6 +224,5 @@ def others_seconds(cpus: set[int]) -> float:
         name, *counts = line.split()
         number = name.removeprefix("cpu")
         if number.isdecimal() and int(number) in cpus:
-            user, nice, system, *_ = map(int, counts)
-            ticks += user + nice + system
+            ticks += sum(map(int, counts[:3]))  # user, nice, and system
     return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()

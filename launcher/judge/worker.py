@@ -384,6 +384,7 @@ def answers(
                 ids = torch.frombuffer(content, dtype=torch.int32).view(request["shape"])
                 yield net(ids.long()).float().contiguous().numpy().tobytes()
             else:
+                waiting.wake()  # sampling chooses by itself how threads wait
                 for pieces in sample_columns(model, tokenizer, **request):
                     yield json.dumps(pieces).encode()
                 yield b""

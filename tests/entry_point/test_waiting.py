@@ -43,6 +43,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(waiting, "core_delay", lambda: machine.delay)
     monkeypatch.setattr(waiting, "openmp_libraries", lambda: ["libgomp.so.1"])
     monkeypatch.setattr(waiting, "others_seconds", lambda cpus: 0.0)
+    monkeypatch.setattr(waiting, "cpus_of_process", lambda: frozenset({0, 1}))
+    monkeypatch.setattr(waiting, "cpus_of_threads", lambda: [{0, 1}])
     monkeypatch.setattr(waiting.IdleThreads, "hold", lambda self: self.is_ready.set())
     return machine
 
@@ -53,6 +55,13 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(n_threads)
+
+
+def have_cpus(monkeypatch: pytest.MonkeyPatch, n_cpus: int) -> None:
+    """Lets the machine have n_cpus, on which all threads may run."""
+    cpus = frozenset(range(n_cpus))
+    monkeypatch.setattr(waiting, "cpus_of_process", lambda: cpus)
+    monkeypatch.setattr(waiting, "cpus_of_threads", lambda: [set(cpus), set(cpus)])
 
 
 def seconds_awake(machine: Machine, threads: Waiting, seconds: float) -> float:
@@ -146,12 +155,12 @@ def test_the_delays_of_all_threads_are_added(monkeypatch, tmp_path):
 def test_sleeping_threads_share_the_cpus_that_others_leave(
     machine, monkeypatch, n_cpus, n_threads, n_used, n_shared
 ):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(n_cpus)))
+    have_cpus(monkeypatch, n_cpus)
     assert len(Waiting(n_threads).cpus_to_share(n_used)) == n_shared
 
 
 def test_cpus_are_shared_from_where_the_thread_runs(machine, monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    have_cpus(monkeypatch, 4)
     monkeypatch.setattr(waiting, "current_cpu", lambda: 3)
     assert Waiting(4).cpus_to_share(n_used=2.0) == {3, 0}
 
@@ -195,7 +204,47 @@ def test_threads_that_wake_run_on_all_cpus(two_threads):
     shared = os.sched_getaffinity(0)
     threads.wake()
     assert len(shared) == 1
-    assert os.sched_getaffinity(0) == cpus
+    assert all(allowed == cpus for allowed in waiting.cpus_of_threads())
+
+
+def test_a_thread_that_the_user_has_bound_stays_so(machine, monkeypatch):
+    have_cpus(monkeypatch, 4)
+    monkeypatch.setattr(waiting, "cpus_of_threads", lambda: [{0, 1, 2, 3}, {1}])
+    threads = Waiting(4)
+    assert threads.cpus_to_share(n_used=3.0) == threads.all_cpus
+
+
+def test_two_that_sleep_at_once_leave_all_cpus(machine, monkeypatch):
+    have_cpus(monkeypatch, 4)
+    affinity = {"all": {0, 1, 2, 3}}
+    monkeypatch.setattr(waiting, "cpus_of_threads", lambda: [affinity["all"]])
+    monkeypatch.setattr("os.sched_setaffinity", lambda task, cpus: affinity.update(all=set(cpus)))
+    first = Waiting(4)
+    first.sleep(n_used=2.0)
+    second = Waiting(4)
+    assert len(affinity["all"]) == 2
+    second.sleep(n_used=3.0)
+    first.wake()
+    second.wake()
+    assert affinity["all"] == {0, 1, 2, 3}
+
+
+def test_no_cpus_are_named_where_a_sandbox_forbids_to_choose(machine, monkeypatch):
+    def forbid(task: int, cpus: set[int]) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("os.sched_setaffinity", forbid)
+    threads = Waiting(2)
+    threads.sleep(n_used=1.5)
+    assert "CPUs" not in str(threads)
+    threads.wake()
+    assert threads.cpus == threads.all_cpus
+
+
+def test_a_system_that_counts_no_times_has_no_others(monkeypatch, tmp_path):
+    (tmp_path / "stat").write_text("cpu\ncpu0\n")
+    monkeypatch.setattr(waiting, "CPU_TIMES", tmp_path / "stat")
+    assert others_seconds({0}) <= 0.0
 
 
 @has_gnu
