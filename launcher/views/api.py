@@ -36,6 +36,7 @@ from sm_nanogpt.launcher.views.play import Player, error_response
 TURN_SECONDS = 0.03
 
 Limit = Annotated[int, Field(ge=1)] | None
+DEFAULT_TEXT_LIMIT = 16  # tokens of a completion, as OpenAI has it
 SAMPLING = {"temperature", "top_k", "top_p", "seed"}  # fields that stream_samples takes
 
 
@@ -273,26 +274,40 @@ def start_answer(
     player: Player, request: ChatRequest | TextRequest
 ) -> tuple[ChatAnswer, Iterator[Token]]:
     """Start to answer a request: return the empty answer, and its tokens. Raises InputError."""
-    context_size = player.model.config.block_size
-    limit = request.max_tokens
     if isinstance(request, ChatRequest):
-        limit = request.max_completion_tokens or limit or context_size
-        messages = [message.as_message() for message in request.messages]
-        chat_prompt = player.chat.fit(messages, limit)
-        ids = chat_prompt.ids
-        limit = chat_prompt.max_new_tokens
+        ids, limit = chat_prompt(player, request)
     else:
-        limit = limit or 16  # the default of OpenAI
-        text = "".join(request.prompt or "")
-        ids = [player.tokenizer.start]
-        if text:
-            ids = encode_prompt(player.tokenizer, text, context_size)
+        ids, limit = text_prompt(player, request)
+
     sampling: dict[str, Any] = {"temperature": 1.0, "seed": secrets.randbits(31)}
     sampling |= request.model_dump(include=SAMPLING, exclude_none=True)
-    columns = stream_samples(player.model, player.tokenizer, ids, limit, **sampling)
-    tokens = (Token(text, number < limit) for number, (text,) in enumerate(columns))
+    pieces = stream_samples(player.model, player.tokenizer, ids, limit, **sampling)
+    tokens = (
+        Token(piece, is_drawn=index < limit)
+        for index, (piece,) in enumerate(pieces)  # a list with the piece of the only sample
+    )
+
     answer = ChatAnswer(isinstance(request, ChatRequest), player.name, len(ids))
     return answer, until_stop(tokens, request.stops)
+
+
+def chat_prompt(player: Player, request: ChatRequest) -> tuple[list[int], int]:
+    """Return the ids of a conversation, and the limit of tokens of its answer."""
+    limit = request.max_completion_tokens or request.max_tokens or player.model.config.block_size
+    messages = [message.as_message() for message in request.messages]
+    prompt = player.chat.fit(messages, limit)
+    return prompt.ids, prompt.max_new_tokens
+
+
+def text_prompt(player: Player, request: TextRequest) -> tuple[list[int], int]:
+    """Return the ids of a text, and the limit of tokens that continue it."""
+    limit = request.max_tokens or DEFAULT_TEXT_LIMIT
+    text = request.prompt
+    if isinstance(text, list):
+        (text,) = text  # the only one that TextRequest allows
+    if not text:
+        return [player.tokenizer.start], limit
+    return encode_prompt(player.tokenizer, text, player.model.config.block_size), limit
 
 
 def until_stop(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]:
