@@ -35,6 +35,7 @@ MAX_UNPACK_RATIO = 20
 FREE_UNPACK_BYTES = 1 << 26
 MAX_MEMBERS = 1000  # a model has 6
 MAX_DEPTH = 8
+QUICK_ATTEMPTS = 2  # to look up a job of which a copy is here: without a network, the copy does
 # Errors of tarfile for a damaged archive. IndexError: the header of a sparse file is cut off.
 TAR_ERRORS = (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, ValueError, IndexError)
 
@@ -68,34 +69,46 @@ def model_directory(model: str, settings: Settings, entry_point: Path | None = N
 def fetch_model(job_id: str, settings: Settings, entry_point: Path | None = None) -> Path:
     """Download a job's model, unless it is here, and return its directory.
 
-    If a job failed or was stopped, its model is that of the newest checkpoint. entry_point is the
-    folder that exports the checkpoint, if the launch kept none here. If the job cannot be looked
-    up, for example without a network or a login, this returns the model that was fetched before.
+    If a job failed or was stopped, its model is made of the newest checkpoint. If the job cannot be
+    looked up, for example without a network or a login, this returns the model that was fetched
+    before. entry_point: the training folder whose code exports a checkpoint, if the launch kept
+    none here.
 
     Raises InputError if there is no folder to export a checkpoint, and ServiceError if there is no
     such job, if it still runs or left nothing, or if the archive is damaged.
     """
-    copies: list[Path] = []
-    if FULL_ID.fullmatch(job_id):
-        sums = (settings.models_dir / job_id).glob("*/SHA256SUMS")
-        copies = [path.parent for path in sums]
+    copies = fetched_copies(job_id, settings)
+    attempts = QUICK_ATTEMPTS if copies else None
     try:
-        _, description = find(job_id, settings, attempts=2 if copies else None)
+        _, description = find(job_id, settings, attempts)
         directory = target_directory(description, settings)
     except (InputError, ServiceError) as error:
         backend_answered = error.code in ("model-not-yet", "no-model-left", "models-of-a-search")
         if not copies or backend_answered:
             raise
-        directory = preferred_copy(copies)
-        problem = "is gone" if isinstance(error, Missing) else "cannot be looked up"
-        copy = f"this is the copy of its model on this machine, {directory.name}"
-        logger.warning(f"job {job_id} {problem} ({error}); {copy}", extra={"cause": error})
-        return directory
+        return fall_back(job_id, copies, error)
     return download(description, directory, settings, entry_point)
 
 
+def fetched_copies(job_id: str, settings: Settings) -> list[Path]:
+    """Return the directories of the models that were fetched of a job; [] for a part of an id."""
+    if not FULL_ID.fullmatch(job_id):
+        return []
+    sums = (settings.models_dir / job_id).glob("*/SHA256SUMS")
+    return [path.parent for path in sums]
+
+
+def fall_back(job_id: str, copies: list[Path], error: InputError | ServiceError) -> Path:
+    """Return the copy to use of a job that was not found, and warn of the error."""
+    directory = preferred_copy(copies)
+    problem = "is gone" if isinstance(error, Missing) else "cannot be looked up"
+    substitute = f"this is the copy of its model on this machine, {directory.name}"
+    logger.warning(f"job {job_id} {problem} ({error}); {substitute}", extra={"cause": error})
+    return directory
+
+
 def preferred_copy(copies: list[Path]) -> Path:
-    """Return the newest copy of the final model of a job; without one, that of its checkpoints."""
+    """Return the newest copy of the final model of a job, or else of the model of a checkpoint."""
     final_copies = [copy for copy in copies if not copy.name.startswith("step-")]
     return max(final_copies or copies, key=lambda copy: (copy / "SHA256SUMS").stat().st_mtime)
 
