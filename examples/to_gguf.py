@@ -14,7 +14,7 @@ import gguf
 
 import sm_nanogpt as sm
 from sm_nanogpt.entry_point.safetensors_file import read_safetensors
-from sm_nanogpt.launcher.models.encoder import GPT2, QWEN35, pattern_of
+from sm_nanogpt.launcher.models.encoder import GPT2_PATTERN, QWEN35_PATTERN, pattern_of
 
 TYPES = {
     "float32": (gguf.LlamaFileType.ALL_F32, gguf.GGMLQuantizationType.F32),
@@ -22,7 +22,7 @@ TYPES = {
     "float16": (gguf.LlamaFileType.MOSTLY_F16, gguf.GGMLQuantizationType.F16),
 }
 # What llama.cpp calls the expressions by which it splits text as we do, in tokenizer.ggml.pre.
-PATTERNS = {GPT2: "gpt-2", QWEN35: "qwen35"}
+PATTERNS = {GPT2_PATTERN: "gpt-2", QWEN35_PATTERN: "qwen35"}
 
 
 def check(directory: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from sm_nanogpt.entry_point.text import Tokenizer
-from sm_nanogpt.launcher.models.encoder import GPT2, QWEN35, published_tokenizer
+from sm_nanogpt.launcher.models.encoder import GPT2_PATTERN, QWEN35_PATTERN, published_tokenizer
 from sm_nanogpt.launcher.text.tokenizer import END_OF_TEXT
 
 STRINGS = [
@@ -92,7 +92,7 @@ def characters_by_category() -> dict[str, list[str]]:
     return categories
 
 
-EXPRESSIONS = {"GPT-2": GPT2, "Qwen3.5": QWEN35}
+EXPRESSIONS = {"GPT-2": GPT2_PATTERN, "Qwen3.5": QWEN35_PATTERN}
 
 
 def split_by(tokenizer: Tokenizer, pattern: str, normalizer: str | None = None) -> Tokenizer:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_COMPLETED = 50  # jobs that Tab offers
+MAX_OFFERED_JOBS = 50  # by Tab
 
 
 def settings_of() -> Settings:
@@ -221,14 +221,14 @@ class JobParameter(click.ParamType[str]):
 def job_references() -> list[str]:
     """`latest`, and for each of this machine's newest jobs its name, or else the end of its id."""
     from sm_nanogpt.launcher.backends import LOCAL, backend_class
-    from sm_nanogpt.launcher.description import JobDescription, end_of
+    from sm_nanogpt.launcher.description import UnreadableJob, end_of
     from sm_nanogpt.launcher.settings import Settings
 
     references = ["latest"]
     with suppress(LauncherError, OSError):  # the command itself says what is wrong
-        jobs = backend_class(LOCAL)(Settings()).list()  # load_settings would make the home
-        for job in islice(jobs, MAX_COMPLETED):
-            if isinstance(job, JobDescription):
+        settings = Settings()  # load_settings would make the home directory
+        for job in islice(backend_class(LOCAL)(settings).list(), MAX_OFFERED_JOBS):
+            if not isinstance(job, UnreadableJob):
                 references.append(job.name or end_of(job.job_id))
     return list(dict.fromkeys(references))  # resumed jobs have one name
 

@@ -147,7 +147,7 @@ class Forecaster:
     def pilots(self) -> dict[PlannedPilot, Pilot]:
         """The pilots of this text. Those that the ledger lacks are run now."""
         planned_pilots = pilots_of(self.sizes.n_tokens)
-        trials = trials_of(planned_pilots, self.sizes.hyperparameters)
+        trials = trials_of(planned_pilots, self.sizes)
         recorded = self.ledger.pilots
         missing = [trial for trial in trials if trial.name not in recorded]
         n_ended = len(trials) - len(missing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from sm_nanogpt.entry_point.text import Corpus
 from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.forecast.sizes import Sizes
 from sm_nanogpt.launcher.launching.forecasts import Pilot
 from sm_nanogpt.launcher.local.runs import FinishedRun, Run, run_all
 from sm_nanogpt.launcher.source import Source
@@ -68,21 +69,20 @@ class Trial:
     threads: int = 1
 
 
-def trials_of(
-    planned_pilots: Sequence[PlannedPilot], values_of: Callable[[float, int], dict[str, Any]]
-) -> list[Trial]:
-    """The trials of pilots. values_of gives the hyperparameters of a size for a number of tokens.
+def trials_of(planned_pilots: Sequence[PlannedPilot], sizes: Sizes) -> list[Trial]:
+    """The trials of pilots.
 
-    A pilot on the most tokens is evaluated as often as a job, which keeps its best model. The
-    others are for the law alone, and are evaluated only at their end.
+    A pilot on the most tokens is evaluated at the steps at which a job of its size is: a job keeps
+    its best model, so the lowest loss counts. A pilot on fewer tokens serves only to fit the law,
+    and is evaluated only at its end.
     """
     most_tokens = max(planned.n_tokens for planned in planned_pilots)
     trials = []
     for planned in planned_pilots:
-        values = values_of(planned.size, planned.n_tokens)
+        hyperparameters = sizes.hyperparameters(planned.size, planned.n_tokens)
         if planned.n_tokens < most_tokens:
-            values["eval_interval"] = values["max_steps"]
-        trials.append(Trial(planned.name, values, planned.n_tokens))
+            hyperparameters["eval_interval"] = hyperparameters["max_steps"]
+        trials.append(Trial(planned.name, hyperparameters, planned.n_tokens))
     return trials
 
 

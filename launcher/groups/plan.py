@@ -1,4 +1,4 @@
-"""Check and price the missing jobs of a sweep, before the first one starts."""
+"""Check and price the jobs of a sweep that are to start, before the first one starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sm_nanogpt.launcher.groups.find import JobGroup, find_group
 from sm_nanogpt.launcher.groups.ledger import finite_or_none
 from sm_nanogpt.launcher.groups.money import cost_with_earlier, own_worst_cost, settle
 from sm_nanogpt.launcher.groups.stop import lock_sweep
-from sm_nanogpt.launcher.groups.sweep import Sweep, SweepLedger, members_of
+from sm_nanogpt.launcher.groups.sweep import Sweep, SweepLedger, combinations_of
 from sm_nanogpt.launcher.job import Request
 from sm_nanogpt.launcher.launching.draft import check_name
 from sm_nanogpt.launcher.launching.launch import Plan, new_job_id, prepare
@@ -23,7 +23,7 @@ from sm_nanogpt.launcher.settings import Settings
 
 
 class SweepPlan:
-    """A sweep whose missing jobs are checked and priced.
+    """A sweep whose jobs to start are checked and priced.
 
     group has the jobs so far, to which those that are started are added. plans has the jobs to
     start, and unaffordable the errors for jobs that the ceiling does not pay, both by number. lock
@@ -55,14 +55,14 @@ class SweepPlan:
         return min(math.fsum(costs), self.ledger.unspent)
 
     @property
-    def missing_numbers(self) -> list[int]:
+    def numbers_to_start(self) -> list[int]:
         """The numbers of the jobs to start, for the first time or again."""
-        missing = []
+        numbers = []
         for number in self.sweep.numbers:
             last = self.group.last_try(number)
             if last is None or not (last.is_running or last.status == "Completed"):
-                missing.append(number)
-        return missing
+                numbers.append(number)
+        return numbers
 
     # -- what happened since the last command ------------------------------------------------------
 
@@ -92,15 +92,15 @@ class SweepPlan:
         amount = finite_or_none(own_worst_cost(self.backend.job(job_id), self.settings))
         self.ledger.add("reserved", job=job_id, number=number, usd=amount)
 
-    # -- the jobs that are missing -----------------------------------------------------------------
+    # -- the jobs to start -------------------------------------------------------------------------
 
-    def plan_missing(self) -> None:
-        """Check and price the missing jobs.
+    def plan_jobs_to_start(self) -> None:
+        """Check and price the jobs to start.
 
         Raises CeilingTooLow if the sweep has no job yet and its ceiling does not pay any.
         """
         self.choose_share()
-        for number in self.missing_numbers:
+        for number in self.numbers_to_start:
             if number in self.plans:  # choose_share has planned it
                 continue
             try:
@@ -120,20 +120,20 @@ class SweepPlan:
     def choose_share(self) -> None:
         """Choose the share of the ceiling that each job may cost, if there is no time limit.
 
-        It is the unspent amount, divided by the number of missing jobs. If that does not pay even
+        It is the unspent amount, divided by the number of jobs to start. If that does not pay even
         the shortest run, the amount is divided by half of that number, and so on. An earlier choice
         that can still be paid stays.
         """
         unspent = self.ledger.unspent
-        missing = self.missing_numbers
-        if math.isinf(unspent) or self.sweep.job.max_run is not None or not missing:
+        numbers = self.numbers_to_start
+        if math.isinf(unspent) or self.sweep.job.max_run is not None or not numbers:
             return
         if self.sweep.share is not None and self.sweep.share <= unspent:
             return
-        n_shares = len(missing)
+        n_shares = len(numbers)
         while n_shares > 1:
             try:
-                self.plan_member(missing[0], unspent / n_shares)
+                self.plan_member(numbers[0], unspent / n_shares)
                 break
             except CeilingTooLow:
                 n_shares //= 2
@@ -208,17 +208,18 @@ def plan_sweep(
         raise InputError(
             "continues one job", code="sweep-of-one", field="resume", value=job_id, job_id=job_id
         )
-    members = members_of(request, values, seeds)
+    combinations = combinations_of(request, values, seeds)
     check_name(request, settings)
-    if request.name is not None:  # check the longest name that a job of the sweep may get
-        request.replaced(name=f"{request.name}-{len(members)}-try99")
+    if request.name is not None:
+        longest_name = f"{request.name}-{len(combinations)}-try99"  # of a job of the sweep
+        request.replaced(name=longest_name)  # only to check it: raises InputError
     shares_cores = request.backend_class.shares_cores
     if shares_cores and parallel > 1 and request.processes_per_instance is None:
         request = request.model_copy(update={"processes_per_instance": 1})
 
-    sweep = Sweep(job=request, members=members, parallel=parallel)
+    sweep = Sweep(job=request, members=combinations, parallel=parallel)
     plan = SweepPlan(JobGroup(new_job_id()), sweep, settings)
-    plan.plan_missing()
+    plan.plan_jobs_to_start()
     return plan
 
 
@@ -238,7 +239,7 @@ def continue_sweep(
         sweep = with_changes(sweep, max_cost, parallel)
         plan = SweepPlan(find_group(sweep_id, settings), sweep, settings, lock)
         plan.update_ledger()
-        plan.plan_missing()
+        plan.plan_jobs_to_start()
     except BaseException:
         lock.close()
         raise

@@ -60,7 +60,9 @@ class Sweep(Document):
 # -- the grid --------------------------------------------------------------------------------------
 
 
-def members_of(request: Request, values: Mapping[str, Any], seeds: int) -> list[dict[str, Scalar]]:
+def combinations_of(
+    request: Request, values: Mapping[str, Any], seeds: int
+) -> list[dict[str, Scalar]]:
     """The values of each job of a new sweep: a combination, and one of `seeds` seeds.
 
     Raises InputError if the values are no lists, or if the request also sets one of their names.

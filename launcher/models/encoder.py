@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 # The expressions by which tokenizers split a text: of GPT-2, Qwen, Llama 3, and Qwen3.5. The last
 # keeps combining marks with their letters, as Hindi, Thai, or Arabic with vowels need it. The last
 # in PATTERNS is that of our tokenizers of characters.
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-QWEN = (
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LLAMA3 = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-QWEN35 = QWEN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
-PATTERNS = (GPT2, QWEN, LLAMA3, QWEN35, r"[\s\S]")
+LLAMA3_PATTERN = QWEN_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+QWEN35_PATTERN = QWEN_PATTERN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}", r"[^\s\p{L}\p{M}"
+)
+PATTERNS = (GPT2_PATTERN, QWEN_PATTERN, LLAMA3_PATTERN, QWEN35_PATTERN, r"[\s\S]")
 
 # Characters that are encoded as one string: tiktoken panics at a million spaces, and ids take far
 # more memory than their text.
@@ -110,20 +112,27 @@ def encoding_parts(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pattern_of(document: Mapping[str, Any]) -> str | None:
-    """Return the expression by which a tokenizer.json splits a text; None if there are several."""
-    *first_steps, last = splitting_steps(document)
-    by_bytes = {"type": "ByteLevel", "add_prefix_space": False}
-    if not by_bytes.items() <= last.items():
+    """Return the one expression by which a tokenizer.json splits a text.
+
+    None if it splits the text in another way: by several expressions, or after a space was put in
+    front of it.
+    """
+    *earlier_steps, byte_step = splitting_steps(document)
+    if byte_step.get("type") != "ByteLevel" or byte_step.get("add_prefix_space") is not False:
         return None
-    last_step_splits = last.get("use_regex", True)
-    if not first_steps:
-        return GPT2 if last_step_splits else None
-    split = first_steps[0]
-    if len(first_steps) > 1 or split["type"] != "Split" or last_step_splits:
+    byte_step_splits = byte_step.get("use_regex", True)
+    if not earlier_steps:
+        return GPT2_PATTERN if byte_step_splits else None
+    if len(earlier_steps) > 1 or byte_step_splits:
         return None
-    if split["behavior"] != "Isolated" or split["invert"] is not False:
+    return pattern_of_split(earlier_steps[0])
+
+
+def pattern_of_split(step: Mapping[str, Any]) -> str | None:
+    """The expression of a step that keeps each match as one piece; None for another step."""
+    if step["type"] != "Split" or step["behavior"] != "Isolated" or step["invert"] is not False:
         return None
-    pattern: str | None = split["pattern"].get("Regex")
+    pattern: str | None = step["pattern"].get("Regex")
     return pattern
 
 

@@ -210,25 +210,38 @@ def published_model(directory: Path) -> tuple[GPT, Tokenizer]:
     The directory may be from anyone. Its documents may raise errors such as KeyError, which
     load_model catches.
     """
-    hyperparameters = huggingface.starting_values(directory, {})
+    # The values of fine-tuning, which are among them, do not matter to a model that only answers.
+    hyperparameters = huggingface.starting_values(directory, requested={})
     positions = read_json(directory / "config.json")["max_position_embeddings"]
     hyperparameters["block_size"] = min(int(positions), MAX_CONTEXT_TOKENS)
+    tokenizer = tokenizer_of_published(directory)
+    model = load_with(Source.packaged(), directory, hyperparameters, len(tokenizer))
+    return model, tokenizer
 
+
+def tokenizer_of_published(directory: Path) -> Tokenizer:
+    """The tokenizer of a published model, which knows if it is for conversations, and all ids that
+    end an answer."""
     tokenizer = read_tokenizer(directory)
     template = read_json(directory / "tokenizer_config.json").get("chat_template")
     template_file = directory / "chat_template.jinja"
     if template_file.exists():
         template = read_file(template_file, MAX_BYTES).decode()
-    chats = bool(template) and {TURN, END_OF_TURN} <= tokenizer.special.keys()
-    if chats and template != CHAT_TEMPLATE:
+    is_for_chats = bool(template) and {TURN, END_OF_TURN} <= tokenizer.special.keys()
+    if is_for_chats and template != CHAT_TEMPLATE:
         logger.info("chat template: ChatML as here, not the model's own; answers may be worse")
-    tokenizer = Tokenizer(tokenizer.document, tokenizer.end_of_text, chats)
+    tokenizer = Tokenizer(tokenizer.document, tokenizer.end_of_text, is_for_chats)
+    tokenizer.ends.update(generation_ends(directory))
+    return tokenizer
 
-    generation_file = directory / "generation_config.json"
-    if generation_file.exists():
-        ends = read_json(generation_file).get("eos_token_id") or []  # an id, or a list of ids
-        tokenizer.ends.update(ends if isinstance(ends, list) else [ends])
-    return load_with(Source.packaged(), directory, hyperparameters, len(tokenizer)), tokenizer
+
+def generation_ends(directory: Path) -> list[int]:
+    """The ids that end an answer, by generation_config.json; [] if it names none."""
+    file = directory / "generation_config.json"
+    ids = read_json(file).get("eos_token_id") if file.exists() else None
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]
 
 
 def check_sums(directory: Path) -> None:

@@ -200,20 +200,20 @@ class FileFinder:
         Raises InputError if no file is taken and there is no other source.
         """
         files: list[Path] = []
-        others: list[Path] = []
+        not_taken: list[Path] = []
         n_skipped: Counter[str] = Counter()
         for path in self.walk(source, n_skipped):
             if self.is_to_upload(path, source.path):
                 files.append(path)
             else:
-                others.append(path)
+                not_taken.append(path)
         shown = source.shown(source.path)
         if n_skipped:
             logger.info(f"{shown}: {list_left_out(n_skipped)}")
-        for message, advice in self.left_out_messages(source, others, is_empty=not files):
+        for message in left_out_messages(source, not_taken, has_texts=bool(files)):
             if self.is_single and not files:
-                raise InputError(f"{shown}: {message}", **advice)
-            logger.warning(f"{shown}: {message}", extra=advice)
+                raise InputError(f"{shown}: {message.text}", **message.remedy)
+            logger.warning(f"{shown}: {message.text}", extra=message.remedy)
         return sorted(files)
 
     def walk(self, source: TextSource, n_skipped: Counter[str]) -> Iterator[Path]:
@@ -259,22 +259,6 @@ class FileFinder:
         if format is None or format.advice:
             return False
         return format.is_plain or self.options.records
-
-    def left_out_messages(
-        self, source: TextSource, others: Sequence[Path], is_empty: bool
-    ) -> list[tuple[str, dict[str, str]]]:
-        """Messages about the files of a folder that are left out, each with the facts of a remedy.
-
-        is_empty: no file of the folder is taken.
-        """
-        messages = [(str(group), group.remedy) for group in left_out_groups(others, source)]
-        if not is_empty:
-            return messages
-        if (source.path / "meta.json").exists():
-            messages = [("these are tokens, which a launch takes", {"code": "no-upload"})]
-        if not messages:
-            return [("no text is there", {})]
-        return [(f"no text is there; {message}", remedy) for message, remedy in messages]
 
 
 def needs_tokens_error(file: File) -> InputError:
@@ -334,6 +318,29 @@ class LeftOut:
         if not self.advice:
             return files
         return f"{files}; {self.advice}"
+
+
+@dataclass(frozen=True)
+class LeftOutMessage:
+    """A message on files that are left out of a folder."""
+
+    text: str
+    remedy: dict[str, str] = field(default_factory=dict)  # code and facts, as InputError takes them
+
+
+def left_out_messages(
+    source: TextSource, not_taken: Sequence[Path], has_texts: bool
+) -> list[LeftOutMessage]:
+    """Say which files of a folder are left out. has_texts: some files of the folder are taken."""
+    groups = left_out_groups(not_taken, source)
+    if has_texts:
+        return [LeftOutMessage(str(group), group.remedy) for group in groups]
+    if (source.path / "meta.json").exists():  # `launch` takes the folder as it is
+        tokens = "no text is there; these are tokens, which a launch takes"
+        return [LeftOutMessage(tokens, {"code": "no-upload"})]
+    if not groups:
+        return [LeftOutMessage("no text is there")]
+    return [LeftOutMessage(f"no text is there; {group}", group.remedy) for group in groups]
 
 
 def left_out_groups(files: Sequence[Path], source: TextSource) -> list[LeftOut]:

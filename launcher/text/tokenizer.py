@@ -21,7 +21,7 @@ from sm_nanogpt.launcher.errors import InputError, did_you_mean
 from sm_nanogpt.launcher.files.models import is_path
 from sm_nanogpt.launcher.files.progress import Progress, no_progress
 from sm_nanogpt.launcher.files.storage import path_of
-from sm_nanogpt.launcher.models.encoder import QWEN35, published_tokenizer
+from sm_nanogpt.launcher.models.encoder import QWEN35_PATTERN, published_tokenizer
 from sm_nanogpt.launcher.models.fetch import fetch_model
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.documents import Survey, read_documents
@@ -118,7 +118,7 @@ def learn_tokenizer(
     import tokenizers
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-    by_words = pre_tokenizers.Split(Regex(QWEN35), "isolated")
+    by_words = pre_tokenizers.Split(Regex(QWEN35_PATTERN), "isolated")
     # A text without breaks, such as DNA, would be one long word, in which each merge takes time.
     by_length = pre_tokenizers.Split(Regex(r"[\s\S]{256}"), "isolated")
     of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

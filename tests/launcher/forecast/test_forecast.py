@@ -440,7 +440,7 @@ def test_the_rows_of_pilots_on_the_whole_text_are_measured(forecaster):
 
 def test_pilots_on_the_whole_text_are_evaluated_as_jobs(forecaster):
     planned = [PlannedPilot(1.0, 54_000), PlannedPilot(1.0, 27_000)]
-    whole, half = trials_of(planned, forecaster.sizes.hyperparameters)
+    whole, half = trials_of(planned, forecaster.sizes)
     assert whole.hyperparameters == forecaster.sizes.hyperparameters(1.0, 54_000)
     assert half.hyperparameters["eval_interval"] == half.hyperparameters["max_steps"]
 

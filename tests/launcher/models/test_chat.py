@@ -15,7 +15,12 @@ from sm_nanogpt.entry_point.conversations import END_OF_TURN, TURN
 from sm_nanogpt.entry_point.text import Tokenizer, read_tokenizer
 from sm_nanogpt.launcher.models.chat import Chat, Message, TooLong
 from sm_nanogpt.launcher.models.encoder import MAX_PIECE
-from sm_nanogpt.launcher.models.load import export_checkpoint, own_model, read_checkpoint
+from sm_nanogpt.launcher.models.load import (
+    export_checkpoint,
+    generation_ends,
+    own_model,
+    read_checkpoint,
+)
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.tokens import with_end_of_text
 
@@ -139,3 +144,21 @@ def test_a_checkpoint_of_a_tuning_answers(directory, tmp_path):
         Settings(home=tmp_path),
     )
     assert Chat(*own_model(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("document", "ends"),
+    [
+        ({"eos_token_id": 0}, [0]),
+        ({"eos_token_id": [0, 7]}, [0, 7]),
+        ({"eos_token_id": None}, []),
+        ({}, []),
+    ],
+)
+def test_answers_end_at_each_id_that_a_published_model_names(tmp_path, document, ends):
+    (tmp_path / "generation_config.json").write_text(json.dumps(document))
+    assert generation_ends(tmp_path) == ends
+
+
+def test_a_published_model_may_name_no_end(tmp_path):
+    assert generation_ends(tmp_path) == []
