@@ -121,7 +121,7 @@ def losses_of_documents(
 
 def whole_document(document: EncodedDocument, nats: Tensor, excerpt: str = "") -> Passage:
     """A document as one passage. nats: the losses of its tokens, float64 [n]."""
-    counted = (nats + document.unknown_nats)[document.counts]
+    counted = (nats + document.unknown_nats)[document.is_scored]
     return Passage(
         place=document.text.place,
         nats=float(counted.sum()),

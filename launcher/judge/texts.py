@@ -25,7 +25,7 @@ from sm_nanogpt.launcher.errors import (
 from sm_nanogpt.launcher.finding import find
 from sm_nanogpt.launcher.job import FULL_ID
 from sm_nanogpt.launcher.judge.anchors import as_tensor
-from sm_nanogpt.launcher.models.chat import ChatEncoder
+from sm_nanogpt.launcher.models.chat import ID_TYPE_CODE, ChatEncoder
 from sm_nanogpt.launcher.models.encoder import Encoder
 from sm_nanogpt.launcher.models.load import packaged_config
 from sm_nanogpt.launcher.models.sample import unknown_characters
@@ -75,7 +75,7 @@ class EncodedDocument:
 
     text: Text
     ids: Tensor  # int64 [n]
-    counts: Tensor  # bool [n]: True where the loss of the id counts
+    is_scored: Tensor  # bool [n]: True where the loss of the id counts
     widths: Tensor  # int64 [n]: the bytes of each id
     unknown_nats: Tensor  # float64 [n]: what the unknown characters cost
     n_unknown: int = 0  # the number of unknown characters
@@ -84,7 +84,7 @@ class EncodedDocument:
     def size(self) -> int:
         """The number of bytes that count; of a conversation, only the answers count."""
         if self.text.is_chat:
-            return int(self.widths[self.counts].sum())
+            return int(self.widths[self.is_scored].sum())
         return len(self.text.content)
 
 
@@ -116,13 +116,13 @@ def read_texts(
 
 
 def encode_texts(texts: Sequence[Text], tokenizer: Tokenizer) -> list[EncodedDocument]:
-    """Encode texts as ids.
+    """Encode texts of which the model knows all characters, as ids.
 
-    Raises InputError if the model does not know a character of a text, or if a text is a
-    conversation and the tokenizer has no tokens for turns.
+    Raises InputError if it does not know a character, or if a text is a conversation and the
+    tokenizer has no tokens for turns.
     """
     check_characters(texts, tokenizer)
-    encoder = Encoder(tokenizer, "i")
+    encoder = Encoder(tokenizer, ID_TYPE_CODE)
     token_widths = torch.tensor([len(word) for word in tokenizer.words])  # bytes, by id
     documents = []
     for text in texts:
@@ -130,11 +130,12 @@ def encode_texts(texts: Sequence[Text], tokenizer: Tokenizer) -> list[EncodedDoc
             content = b"".join(ChatEncoder(encoder).encode(text.pieces))
         else:
             content = b"".join(encoder.encode(text.pieces))
-        stored_ids = torch.tensor(array("i", content), dtype=torch.int64)
-        counts = stored_ids >= 0  # an id that does not count is stored as ~id
-        ids = torch.where(counts, stored_ids, ~stored_ids)
-        unknown_nats = torch.zeros(len(ids), dtype=torch.float64)
-        documents.append(EncodedDocument(text, ids, counts, token_widths[ids], unknown_nats))
+        stored_ids = torch.tensor(array(ID_TYPE_CODE, content), dtype=torch.int64)
+        is_scored = stored_ids >= 0  # an id that is not scored is stored as ~id
+        ids = torch.where(is_scored, stored_ids, ~stored_ids)
+        widths = token_widths[ids]
+        unknown_nats = torch.zeros(len(ids), dtype=torch.float64)  # all characters are known
+        documents.append(EncodedDocument(text, ids, is_scored, widths, unknown_nats))
     return documents
 
 

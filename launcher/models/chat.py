@@ -20,6 +20,7 @@ from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.models.encoder import ASSISTANT_PREFIX, Encoder
 from sm_nanogpt.launcher.values import is_utf8
 
+ID_TYPE_CODE = "i"  # of array: int32, as ids that the loss leaves out are stored as ~id, below 0
 # A question leaves 1 / ANSWER_SHARE of the context for its answer, or less if an answer has a lower
 # limit.
 ANSWER_SHARE = 4
@@ -50,7 +51,7 @@ def read_messages(messages: Sequence[Mapping[str, str]]) -> list[Message]:
 
 
 class ChatEncoder:
-    """Encodes turns as int32 ids. Ids that the loss leaves out are stored as ~id.
+    """Encodes turns as ids of ID_TYPE_CODE. Ids that the loss leaves out are stored as ~id.
 
     Raises InputError if the tokenizer has no tokens for turns.
     """
@@ -65,19 +66,19 @@ class ChatEncoder:
             problem = f"the tokenizer has no token {error}, which conversations need"
             raise InputError(problem, code="no-turns") from None
         (line_break,) = encoder.encode(["\n"])
-        self.line_break_ids = array("i", line_break)
+        self.line_break_ids = array(ID_TYPE_CODE, line_break)
 
     def encode(self, turns: Sequence[str]) -> Iterator[bytes]:
         """Yield the ids of each turn, as bytes. A turn is a role, a line break, and a content."""
         for turn, id_bytes in zip(turns, self.encoder.encode(turns), strict=True):
-            turn_ids = array("i", id_bytes)
+            turn_ids = array(ID_TYPE_CODE, id_bytes)
             n_masked = len(turn_ids)
             end_id = ~self.end_id
             if turn.startswith(ASSISTANT_PREFIX):
                 n_masked = self.count_prefix(turn_ids)
                 end_id = self.end_id
 
-            ids = array("i", [~self.begin_id])
+            ids = array(ID_TYPE_CODE, [~self.begin_id])
             ids.extend(~id for id in turn_ids[:n_masked])
             ids.extend(turn_ids[n_masked:])
             ids.append(end_id)
@@ -117,10 +118,10 @@ class Chat:
         if not tokenizer.chats:
             raise InputError("the model has not learned from conversations", code="teach-to-chat")
         self.context_size = model.config.block_size
-        encoder = Encoder(tokenizer, "i")
+        encoder = Encoder(tokenizer, ID_TYPE_CODE)
         self.encoder = ChatEncoder(encoder)
         (prefix,) = encoder.encode([ASSISTANT_PREFIX])
-        self.answer_start = [self.encoder.begin_id, *array("i", prefix)]
+        self.answer_start = [self.encoder.begin_id, *array(ID_TYPE_CODE, prefix)]
 
     def fit(self, messages: Sequence[Message], max_new_tokens: int) -> ChatPrompt:
         """Fit a conversation into the context, with room for an answer.
@@ -161,7 +162,7 @@ class Chat:
             raise InputError("the message is not UTF-8 text")
         ids_of_messages = []
         for id_bytes in self.encoder.encode(turns):
-            ids = array("i", id_bytes)
+            ids = array(ID_TYPE_CODE, id_bytes)
             ids_of_messages.append([id if id >= 0 else ~id for id in ids])
         return ids_of_messages
 

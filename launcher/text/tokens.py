@@ -31,7 +31,7 @@ from sm_nanogpt.entry_point.files import file_sha256
 from sm_nanogpt.entry_point.text import Tokenizer, read_tokens
 from sm_nanogpt.launcher.errors import InputError, unknown_characters_error
 from sm_nanogpt.launcher.files.progress import Progress, expect
-from sm_nanogpt.launcher.models.chat import ChatEncoder
+from sm_nanogpt.launcher.models.chat import ID_TYPE_CODE, ChatEncoder
 from sm_nanogpt.launcher.models.encoder import ASSISTANT_PREFIX, Encoder
 from sm_nanogpt.launcher.text import repeats
 from sm_nanogpt.launcher.text.documents import Survey, read_documents
@@ -235,7 +235,7 @@ class DocumentWriter:
         self.file = file
         self.progress = progress
         if are_chats:
-            self.type_code = "i"  # ids that the loss leaves out are negative
+            self.type_code = ID_TYPE_CODE
         elif len(tokenizer) <= 1 << 16:
             self.type_code = "H"
         else:

@@ -110,7 +110,7 @@ def test_conversations_count_their_answers_only(models, write):
     texts = write(**{"a.jsonl": json.dumps(chat_of("What?", "So 🙂")).encode()})
     (document,) = encode_texts(texts, tokenizer)
 
-    answer_ids = document.ids[document.counts].tolist()
+    answer_ids = document.ids[document.is_scored].tolist()
     answer = b"".join(tokenizer.words[id] for id in answer_ids)
     assert answer == "So 🙂".encode()
     assert document.size == len(answer)
