@@ -43,9 +43,10 @@ from sm_nanogpt.launcher.errors import InputError, LauncherError, Terminated, jo
 
 COMPLETION_VARIABLE = "_SM_NANOGPT_COMPLETE"
 
-# Phrases of click's messages, and what replaces them.
+# click's message about a value: the option, the value in quotes or without, and the rule.
+WRONG_VALUE = re.compile(r"""Invalid value for '(\S+)': (['"]?)(.*)\2 is not (.*)""")
+# Phrases of click's rules, and what replaces them.
 CLICK_PHRASES = {
-    r"^Invalid value for '(\S+)': '?(.*?)'? is not ": r"\1 \2: must be ",
     "a valid integer( range)?": "a whole number",
     "a valid float": "a number",
     "in the range x>=": "at least ",
@@ -235,8 +236,12 @@ def message_of(error: Exception) -> str:
 def usage_message(error: click.ClickException) -> str:
     """The message of click, a hint, and the command whose help says more."""
     message = " ".join(error.format_message().split())
-    for pattern, replacement in CLICK_PHRASES.items():
-        message = re.sub(pattern, replacement, message)
+    wrong_value = WRONG_VALUE.fullmatch(message)
+    if wrong_value is not None:
+        option, _, value, rule = wrong_value.groups()
+        for pattern, replacement in CLICK_PHRASES.items():
+            rule = re.sub(pattern, replacement, rule)
+        message = f"{option} {value}: must be {rule}"
     context = getattr(error, "ctx", None)
     if context is None:
         return message

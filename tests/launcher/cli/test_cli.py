@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -104,10 +105,13 @@ def test_wrong_arguments_name_the_help_to_read(cli, arguments, command):
         ("play some-job --bits 9", "--bits 9: must be from 4 to 8"),
         ("launch --size x", "--size x: must be a number"),
         ("jobs --status x", "--status x: must be one of 'InProgress', "),
+        ("launch --size 'a valid float'", "--size a valid float: must be a number"),
+        ("""launch --size "it's" """, "--size it's: must be a number"),
+        ("jobs 'a valid integer'", "Got unexpected extra argument (a valid integer)"),
     ],
 )
 def test_a_wrong_value_is_told_as_the_library_tells_it(cli, arguments, problem):
-    ran = cli(arguments.split())
+    ran = cli(shlex.split(arguments))
     assert ran.code == 2
     assert ran.error.startswith(problem)
 
