@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sm_nanogpt.launcher.views import api
-from sm_nanogpt.launcher.views.play import Player, listen, make_app, make_server
+from sm_nanogpt.launcher.views.play import ServedModel, listen, make_app, make_server
 
 ORIGIN = "http://localhost:3000"
 LETTERS = "\nabcdefghi "  # as many as the small models have
@@ -23,7 +23,7 @@ class Site:
     """A served page."""
 
     port: int
-    players: list[Player]
+    models: list[ServedModel]
 
     def connect(self, path: str, body: dict[str, Any] | None = None, **changes: Any) -> Any:
         """The answer to a request, which is a POST if it has a body; the connection if it waits."""
@@ -35,7 +35,7 @@ class Site:
 
     def text(self, number: int = 0, **wish: Any) -> str:
         """What the server generates for WISH, with these changes."""
-        name = self.players[number].name
+        name = self.models[number].name
         answer = self.connect("/v1/completions", {"model": name, **WISH, **wish})
         content = answer.read().decode()
         assert answer.status == 200, content
@@ -43,12 +43,12 @@ class Site:
 
 
 @contextmanager
-def served(players: list[Player]) -> Iterator[Site]:
+def served(models: list[ServedModel]) -> Iterator[Site]:
     listener = listen(0)
     port = listener.getsockname()[1]
-    server = make_server(make_app(players, "secret", api.routes(players), [ORIGIN]))
+    server = make_server(make_app(models, "secret", api.routes(models), [ORIGIN]))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    yield Site(port, players)
+    yield Site(port, models)
     server.should_exit = True
     thread.join()

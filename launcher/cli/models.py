@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sm_nanogpt.entry_point.text import Tokenizer
     from sm_nanogpt.launcher.models.moments import Moment
     from sm_nanogpt.launcher.settings import Settings
-    from sm_nanogpt.launcher.views.play import Player
+    from sm_nanogpt.launcher.views.play import ServedModel
 
 ENTRY_POINT = value_option(
     "--entry-point DIR",
@@ -151,9 +151,9 @@ def open_model(name: str, settings: Settings, entry_point: Path | None) -> Loade
     return LoadedModel(directory, model, tokenizer)
 
 
-def player_of(
+def open_served_model(
     model: str, settings: Settings, entry_point: Path | None, with_moments: bool
-) -> Player:
+) -> ServedModel:
     """Load a model for `play`. Its name is that of its job, or, without a job, what the user typed.
 
     with_moments: load its moments too, so that the page shows how it has learned. A failure to read
@@ -161,7 +161,7 @@ def player_of(
     """
     from sm_nanogpt.launcher.models.moments import read_moments
     from sm_nanogpt.launcher.views.model_card import card_for, job_behind
-    from sm_nanogpt.launcher.views.play import Player
+    from sm_nanogpt.launcher.views.play import ServedModel
 
     loaded = open_model(model, settings, entry_point)
     moments: Sequence[Moment] = ()
@@ -172,10 +172,10 @@ def player_of(
             note(f"warning: the page does not show how the model learned: {error}")
     job = job_behind(model, loaded.directory, settings)
     card = card_for(loaded.directory, job)
-    player = Player(model, loaded.model, loaded.tokenizer, card, moments=moments)
+    served = ServedModel(model, loaded.model, loaded.tokenizer, card, moments=moments)
     if job is None:
-        return player
-    return replace(player, name=job.name or job.job_id, job_id=job.job_id)
+        return served
+    return replace(served, name=job.name or job.job_id, job_id=job.job_id)
 
 
 def check_origins(
@@ -278,9 +278,13 @@ def serve_models(
     settings = settings_of()
     listener = play.listen(port)
     with_moments = len(models) == 1  # two models side by side have no slider
-    players = [player_of(model, settings, entry_point, with_moments) for model in models]
-    if len({player.name for player in players}) < len(players):  # two jobs of one name
-        players = [replace(player, name=player.job_id or player.name) for player in players]
+    served_models = [
+        open_served_model(model, settings, entry_point, with_moments) for model in models
+    ]
+    if len({served.name for served in served_models}) < len(served_models):  # two jobs of one name
+        served_models = [
+            replace(served, name=served.job_id or served.name) for served in served_models
+        ]
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     key = settings.api_key or secrets.token_urlsafe()
     url = f"{address}/?token={quote(key, safe='')}"
@@ -290,7 +294,7 @@ def serve_models(
     if opens:
         webbrowser.open(url)
     with suppress(KeyboardInterrupt):
-        app = play.make_app(players, key, api.routes(players), origins)
+        app = play.make_app(served_models, key, api.routes(served_models), origins)
         play.make_server(app).run(sockets=[listener])
 
 

@@ -30,7 +30,7 @@ from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files.documents import first_problem
 from sm_nanogpt.launcher.models.chat import Message
 from sm_nanogpt.launcher.models.sample import encode_prompt, stream_samples
-from sm_nanogpt.launcher.views.play import Player, error_response
+from sm_nanogpt.launcher.views.play import ServedModel, error_response
 
 # The server attends to other requests after so many seconds, or after one token that takes longer.
 TURN_SECONDS = 0.03
@@ -202,12 +202,12 @@ class ChatAnswer:
         }
 
 
-def routes(players: Sequence[Player]) -> list[Route]:
+def routes(served_models: Sequence[ServedModel]) -> list[Route]:
     """Return the routes /v1/models, /v1/chat/completions and /v1/completions."""
     # A request may name a model by its name, by the id of its job, or by its title on the page.
-    by_name = {player.name: player for player in players}
-    by_title = {player.title: player for player in players}
-    by_job_id = {player.job_id: player for player in players if player.job_id}
+    by_name = {served.name: served for served in served_models}
+    by_title = {served.title: served for served in served_models}
+    by_job_id = {served.job_id: served for served in served_models if served.job_id}
     by_any_name = {**by_title, **by_job_id, **by_name}
 
     def entry(name: str) -> dict[str, Any]:
@@ -219,10 +219,10 @@ def routes(players: Sequence[Player]) -> list[Route]:
     async def model(request: HTTPRequest) -> Response:
         name = request.path_params["name"]
         # A name that is a path begins with a slash, which was merged with the one before it.
-        player = by_any_name.get(name) or by_any_name.get(f"/{name}")
-        if player is None:
+        served = by_any_name.get(name) or by_any_name.get(f"/{name}")
+        if served is None:
             return error_response(404, f"no model {name!r}", "model_not_found")
-        return JSONResponse(entry(player.name))
+        return JSONResponse(entry(served.name))
 
     async def complete(
         http_request: HTTPRequest, kind: type[ChatRequest] | type[TextRequest]
@@ -230,17 +230,17 @@ def routes(players: Sequence[Player]) -> list[Route]:
         request = read_request(await http_request.body(), kind)
         if request.model is None and len(by_name) > 1:
             raise InputError(f"model: must be one of {', '.join(by_name)}")
-        player = players[0] if request.model is None else by_any_name.get(request.model)
-        if player is None:
+        served = served_models[0] if request.model is None else by_any_name.get(request.model)
+        if served is None:
             message = f"no model {request.model!r}; there is {', '.join(by_name)}"
             return error_response(404, message, "model_not_found")
 
-        answer, tokens = start_answer(player, request)
+        answer, tokens = start_answer(served, request)
         if request.stream:
             has_usage = bool((request.stream_options or {}).get("include_usage"))
-            return LockedStream(events(answer, tokens, has_usage), player.lock, "text/event-stream")
+            return LockedStream(events(answer, tokens, has_usage), served.lock, "text/event-stream")
         text = ""
-        async with player.lock:
+        async with served.lock:
             while turn := next_turn(tokens):
                 text += answer.add(turn)
                 if await http_request.is_disconnected():
@@ -271,43 +271,43 @@ def read_request(
 
 
 def start_answer(
-    player: Player, request: ChatRequest | TextRequest
+    served: ServedModel, request: ChatRequest | TextRequest
 ) -> tuple[ChatAnswer, Iterator[Token]]:
     """Start to answer a request: return the empty answer, and its tokens. Raises InputError."""
     if isinstance(request, ChatRequest):
-        ids, limit = chat_prompt(player, request)
+        ids, limit = chat_prompt(served, request)
     else:
-        ids, limit = text_prompt(player, request)
+        ids, limit = text_prompt(served, request)
 
     sampling: dict[str, Any] = {"temperature": 1.0, "seed": secrets.randbits(31)}
     sampling |= request.model_dump(include=SAMPLING, exclude_none=True)
-    pieces = stream_samples(player.model, player.tokenizer, ids, limit, **sampling)
+    pieces = stream_samples(served.model, served.tokenizer, ids, limit, **sampling)
     tokens = (
         Token(piece, is_drawn=index < limit)
         for index, (piece,) in enumerate(pieces)  # a list with the piece of the only sample
     )
 
-    answer = ChatAnswer(isinstance(request, ChatRequest), player.name, len(ids))
+    answer = ChatAnswer(isinstance(request, ChatRequest), served.name, len(ids))
     return answer, until_stop(tokens, request.stops)
 
 
-def chat_prompt(player: Player, request: ChatRequest) -> tuple[list[int], int]:
+def chat_prompt(served: ServedModel, request: ChatRequest) -> tuple[list[int], int]:
     """Return the ids of a conversation, and the limit of tokens of its answer."""
-    limit = request.max_completion_tokens or request.max_tokens or player.model.config.block_size
+    limit = request.max_completion_tokens or request.max_tokens or served.model.config.block_size
     messages = [message.as_message() for message in request.messages]
-    prompt = player.chat.fit(messages, limit)
+    prompt = served.chat.fit(messages, limit)
     return prompt.ids, prompt.max_new_tokens
 
 
-def text_prompt(player: Player, request: TextRequest) -> tuple[list[int], int]:
+def text_prompt(served: ServedModel, request: TextRequest) -> tuple[list[int], int]:
     """Return the ids of a text, and the limit of tokens that continue it."""
     limit = request.max_tokens or DEFAULT_TEXT_LIMIT
     text = request.prompt
     if isinstance(text, list):
         (text,) = text  # the only one that TextRequest allows
     if not text:
-        return [player.tokenizer.start], limit
-    return encode_prompt(player.tokenizer, text, player.model.config.block_size), limit
+        return [served.tokenizer.start], limit
+    return encode_prompt(served.tokenizer, text, served.model.config.block_size), limit
 
 
 def until_stop(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]:

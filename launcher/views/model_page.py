@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -29,6 +29,9 @@ from sm_nanogpt.launcher.models.encoder import pattern_of
 from sm_nanogpt.launcher.models.load import is_edited
 from sm_nanogpt.launcher.models.moments import Moment
 from sm_nanogpt.launcher.models.quantization import GROUP, Quantized
+
+if TYPE_CHECKING:  # play.py imports this module
+    from sm_nanogpt.launcher.views.play import ServedModel
 
 TEMPLATE = Path(__file__).with_name("model.html")
 # The scripts of the page, by the comment in the template that each replaces.
@@ -102,35 +105,35 @@ def served_page(n_models: int) -> str:
     return page_with(blocks, "connect-src 'self'")
 
 
-def served_model(
-    model: GPT,
-    tokenizer: Tokenizer,
-    name: str,
-    title: str,
-    card: Mapping[str, str],
-    moments: Sequence[Moment] = (),
-) -> bytes:
+def pack_for_page(served: ServedModel) -> bytes:
     """Pack a model with its exact weights, for the page of `play`, which computes it.
 
     The header lists the moments of the training, which the page asks the server for. The last one
     is the model. If the browser cannot compute the model, or only slowly, no weights are packed:
     the page then asks the server's API for text, by the name of the model.
     """
-    facts = facts_of(model, tokenizer, title, card)
+    model = served.model
+    tokenizer = served.tokenizer
+    facts = facts_of(model, tokenizer, served.title, served.card)
     try:
         check_model(model)
         if count_parameters(model) > SLOW_PARAMETERS:
             raise InputError(f"it has over {SLOW_PARAMETERS:,} parameters")
         encoding = tokenizer_of(tokenizer)
     except InputError as error:
-        served = {"name": name, "reason": str(error)}
-        return pack({**facts, "tokenizer": {"unit": tokenizer.unit}, "served": served}, {})
+        header = {
+            **facts,
+            "tokenizer": {"unit": tokenizer.unit},
+            "served": {"name": served.name, "reason": str(error)},
+        }
+        return pack(header, {})
+
     weights = weights_of(model)
     header = {
         **facts,
         **layout_of(model, weights),
         "tokenizer": encoding,
-        "moments": [facts_of_moment(moment, None) for moment in moments],
+        "moments": [facts_of_moment(moment, None) for moment in served.moments],
     }
     return pack(header, weights)
 

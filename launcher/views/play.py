@@ -33,11 +33,11 @@ from sm_nanogpt.launcher.description import end_of
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.models.chat import Chat, TooLong
 from sm_nanogpt.launcher.models.moments import Moment
-from sm_nanogpt.launcher.views.model_page import served_model, served_moment, served_page
+from sm_nanogpt.launcher.views.model_page import pack_for_page, served_moment, served_page
 
 
 @dataclass(frozen=True)
-class Player:
+class ServedModel:
     """A model that is served. It generates one text at a time for the API."""
 
     name: str  # of its job, or else its directory
@@ -62,13 +62,16 @@ class Player:
 
 
 def make_app(
-    players: Sequence[Player], key: str, api_routes: Sequence[Route], origins: Sequence[str] = ()
+    served_models: Sequence[ServedModel],
+    key: str,
+    api_routes: Sequence[Route],
+    origins: Sequence[str] = (),
 ) -> ASGIApp:
     """Make the app that serves the page, its models, and the API to requests with the key.
 
     origins: other origins whose pages may read the answers.
     """
-    html = served_page(len(players))
+    html = served_page(len(served_models))
     headers = {
         "Content-Security-Policy": "frame-ancestors 'none'",
         "Referrer-Policy": "no-referrer",  # the address holds the key
@@ -81,25 +84,17 @@ def make_app(
 
     async def model(request: HTTPRequest) -> Response:
         number = request.path_params["number"]
-        if number >= len(players):
+        if number >= len(served_models):
             return error_response(404, f"no model {number}")
-        player = players[number]
-        content = served_model(
-            player.model,
-            player.tokenizer,
-            player.name,
-            player.title,
-            player.card,
-            player.moments,
-        )
+        content = pack_for_page(served_models[number])
         return Response(content, headers=headers, media_type="application/octet-stream")
 
     async def moment(request: HTTPRequest) -> Response:
         number = request.path_params["number"]
         index = request.path_params["index"]
-        if number >= len(players) or index >= len(players[number].moments):
+        if number >= len(served_models) or index >= len(served_models[number].moments):
             return error_response(404, f"no moment {index} of model {number}")
-        content = served_moment(players[number].moments[index].model)
+        content = served_moment(served_models[number].moments[index].model)
         return Response(content, headers=headers, media_type="application/octet-stream")
 
     async def not_found(request: HTTPRequest, error: Exception) -> Response:

@@ -10,7 +10,7 @@ from served import LETTERS, served
 from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.launcher.text.reading import detect_file
 from sm_nanogpt.launcher.text.tokenizer import learn_tokenizer
-from sm_nanogpt.launcher.views.play import Player
+from sm_nanogpt.launcher.views.play import ServedModel
 
 
 class Edited(GPT):
@@ -23,8 +23,10 @@ def site():
     models = [lively() for _ in range(3)]
     models[1].embed.weight.data.neg_()
     models[2].__class__ = Edited
-    players = [Player(f"model-{n}", model, tokenizer_of(LETTERS)) for n, model in enumerate(models)]
-    with served(players) as site:
+    served_models = [
+        ServedModel(f"model-{n}", model, tokenizer_of(LETTERS)) for n, model in enumerate(models)
+    ]
+    with served(served_models) as site:
         yield site
 
 

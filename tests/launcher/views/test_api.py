@@ -17,12 +17,12 @@ from talks import HELLO, exchange, ids_of
 from sm_nanogpt import load_model
 from sm_nanogpt.launcher.models.chat import Message
 from sm_nanogpt.launcher.views import api
-from sm_nanogpt.launcher.views.play import Player, make_app
+from sm_nanogpt.launcher.views.play import ServedModel, make_app
 
 
 @pytest.fixture
-def player(directory):
-    return Player("mine", *load_model(directory))
+def served_model(directory):
+    return ServedModel("mine", *load_model(directory))
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,11 @@ def openai():
 
 
 @pytest.fixture
-def client(player, openai):
+def client(served_model, openai):
     """OpenAI's own client of the server, without a socket."""
 
     def make(key: str = "secret", path: str = "/v1") -> Any:
-        app = make_app([player], "secret", api.routes([player]))
+        app = make_app([served_model], "secret", api.routes([served_model]))
         return openai.OpenAI(
             base_url=f"http://127.0.0.1{path}",
             api_key=key,
@@ -49,7 +49,7 @@ def client(player, openai):
     return make
 
 
-def test_the_client_of_openai_chats_and_completes(client, player, chat, monkeypatch, openai):
+def test_the_client_of_openai_chats_and_completes(client, served_model, chat, monkeypatch, openai):
     monkeypatch.setattr("sm_nanogpt.launcher.views.api.TURN_SECONDS", 0)  # each token is a chunk
     api_client = client()
     (model,) = api_client.models.list().data
@@ -65,7 +65,7 @@ def test_the_client_of_openai_chats_and_completes(client, player, chat, monkeypa
     answer = api_client.chat.completions.create(**wish)
     text = answer.choices[0].message.content
     assert f"{text}\n" == chat("What is 3 + 3?").out
-    ids = ids_of(player.chat, Message("user", "What is 3 + 3?"))
+    ids = ids_of(served_model.chat, Message("user", "What is 3 + 3?"))
     assert answer.usage.prompt_tokens == len(ids)
     short = api_client.chat.completions.create(**{**wish, "max_tokens": 1})
     assert short.choices[0].finish_reason == "length"
@@ -76,7 +76,7 @@ def test_the_client_of_openai_chats_and_completes(client, player, chat, monkeypa
     conversation = [{"role": "developer", "content": "Hi"}, {"role": "user", "content": parts}]
     completion = api_client.chat.completions.create(**{**wish, "messages": conversation})
     messages = [Message("system", "Hi"), Message("user", "What is 3 + 3?")]
-    assert completion.usage.prompt_tokens == len(ids_of(player.chat, *messages))
+    assert completion.usage.prompt_tokens == len(ids_of(served_model.chat, *messages))
     *chunks, last = api_client.chat.completions.create(
         **wish, stream=True, stream_options={"include_usage": True}
     )
@@ -95,8 +95,8 @@ def test_the_client_of_openai_chats_and_completes(client, player, chat, monkeypa
     assert cut.finish_reason == "stop"
 
 
-def test_what_a_request_leaves_out_has_the_values_of_openai(client, player):
-    player.tokenizer.ends = set()
+def test_what_a_request_leaves_out_has_the_values_of_openai(client, served_model):
+    served_model.tokenizer.ends = set()
 
     def text(**wish):
         answer = client().completions.create(model="mine", prompt="The", max_tokens=30, **wish)
@@ -107,9 +107,9 @@ def test_what_a_request_leaves_out_has_the_values_of_openai(client, player):
     assert text() != text()  # each has a seed of its own
 
 
-def test_an_answer_ends_where_the_context_does(client, player):
-    size = player.model.config.block_size
-    player.tokenizer.ends = set()
+def test_an_answer_ends_where_the_context_does(client, served_model):
+    size = served_model.model.config.block_size
+    served_model.tokenizer.ends = set()
     messages = exchange("What is 3 + 3?", "6") * 4 + HELLO
     for limit in ({}, {"max_tokens": 10 * size}):
         usage = client().chat.completions.create(model="mine", messages=messages, **limit).usage
@@ -206,14 +206,14 @@ def test_a_base_url_without_v1_is_told(client, openai):
 
 
 @pytest.fixture
-def ask(player):
+def ask(served_model):
     """Asks the API of two models, one of which is that of a job with a name."""
-    named_player = replace(player, name="named", job_id="sm-nanogpt-20261128-182734-6306f7")
-    other = replace(player, name="/models/other")
+    named = replace(served_model, name="named", job_id="sm-nanogpt-20261128-182734-6306f7")
+    other = replace(served_model, name="/models/other")
 
     def ask(path: str, body: Any = None, models: int = 2) -> Any:
-        players = [named_player, other][:models]
-        http = TestClient(make_app(players, "t", api.routes(players)))
+        served_models = [named, other][:models]
+        http = TestClient(make_app(served_models, "t", api.routes(served_models)))
         method = "GET" if body is None else "POST"
         headers = {"authorization": "bearer t"}
         url = f"http://testserver{path}"
@@ -285,8 +285,8 @@ def test_a_wrong_method_is_told_the_right_one(client, openai):
     ("origin", "status", "allowed"),
     [("http://localhost:3000", 200, "http://localhost:3000"), ("http://localhost:3001", 400, None)],
 )
-def test_only_a_named_origin_may_ask_from_its_pages(player, origin, status, allowed):
-    app = make_app([player], "secret", api.routes([player]), ["http://localhost:3000"])
+def test_only_a_named_origin_may_ask_from_its_pages(served_model, origin, status, allowed):
+    app = make_app([served_model], "secret", api.routes([served_model]), ["http://localhost:3000"])
     http = TestClient(app, headers={"origin": origin})
     question = {
         "access-control-request-method": "POST",
@@ -303,8 +303,8 @@ def api_of(openai):
     """OpenAI's own client of a server on a socket."""
     with contextlib.ExitStack() as stack:
 
-        def make(player: Player) -> Any:
-            site = stack.enter_context(served([player]))
+        def make(served_model: ServedModel) -> Any:
+            site = stack.enter_context(served([served_model]))
             url = f"http://127.0.0.1:{site.port}/v1"
             return openai.OpenAI(base_url=url, api_key="secret", max_retries=0, timeout=60)
 
@@ -313,7 +313,7 @@ def api_of(openai):
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_that_leaves_ends_its_answer(api_of, streams, openai):
-    api_client = api_of(Player("mine", lively(), tokenizer_of(LETTERS)))
+    api_client = api_of(ServedModel("mine", lively(), tokenizer_of(LETTERS)))
     endless: Any = dict(model="mine", prompt="a", max_tokens=10**9)
     if streams:
         stream = api_client.completions.create(**endless, stream=True)
@@ -326,8 +326,8 @@ def test_a_client_that_leaves_ends_its_answer(api_of, streams, openai):
     assert api_client.completions.create(model="mine", prompt="a", max_tokens=1).choices
 
 
-def test_several_clients_wait_their_turn(api_of, player):
-    api_client = api_of(player)
+def test_several_clients_wait_their_turn(api_of, served_model):
+    api_client = api_of(served_model)
     wish: Any = dict(model="mine", messages=HELLO, temperature=0, max_tokens=4)
 
     def answer(n: int) -> Any:
@@ -346,8 +346,8 @@ def test_a_request_needs_the_key(client, openai):
 
 def test_a_base_model_refuses_to_chat_and_completes(tuned):
     base, _, _ = tuned
-    player = Player("base", *load_model(base.directory / "hosts/algo-1/model"))
-    app = make_app([player], "t", api.routes([player]))
+    served_model = ServedModel("base", *load_model(base.directory / "hosts/algo-1/model"))
+    app = make_app([served_model], "t", api.routes([served_model]))
     http = TestClient(app, headers={"authorization": "bearer t"})
     refused = http.post("/v1/chat/completions", json={"model": "base", "messages": HELLO})
     done = http.post("/v1/completions", json={"model": "base", "prompt": "The", "seed": 1})

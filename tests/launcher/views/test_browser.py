@@ -26,7 +26,7 @@ from sm_nanogpt.launcher.models.moments import Moment
 from sm_nanogpt.launcher.models.quantization import quantize_model
 from sm_nanogpt.launcher.views.model_page import PageMoment, page_of
 from sm_nanogpt.launcher.views.page import report_html
-from sm_nanogpt.launcher.views.play import Player
+from sm_nanogpt.launcher.views.play import ServedModel
 from sm_nanogpt.launcher.views.report import ReportedRun, compare
 
 if TYPE_CHECKING:
@@ -379,7 +379,7 @@ def test_stop_ends_all_texts(play):
 
 
 def test_a_server_that_has_ended_is_named(visit):
-    edited = Player("edited", lively(), tokenizer_of(LETTERS))
+    edited = ServedModel("edited", lively(), tokenizer_of(LETTERS))
     edited.model.__class__ = type("Edited", (GPT,), {})
     with served([edited]) as site:
         page = open_play(visit, site)
@@ -404,18 +404,18 @@ def test_the_keyboard_writes_and_shows_what_was_likely(play):
 @pytest.fixture(scope="module")
 def chat_site(directory):
     """The server of a model that has learned from conversations."""
-    with served([Player("mine", *load_model(directory), {"best loss": "its loss"})]) as site:
+    with served([ServedModel("mine", *load_model(directory), {"best loss": "its loss"})]) as site:
         yield site
 
 
 @pytest.fixture
 def talk(chat_site, visit):
-    """The page of that model, and its player."""
+    """The page of that model, and the model as served."""
     page = open_play(visit, chat_site)
     page.evaluate("find('temperature').value = 0")
     page.evaluate("document.querySelector('form details').open = true")
     page.fill("#length", "10")
-    return page, chat_site.players[0]
+    return page, chat_site.models[0]
 
 
 def ask(page: Page, question: str) -> str:
@@ -429,7 +429,7 @@ def ask(page: Page, question: str) -> str:
 
 
 def test_the_page_keeps_a_conversation_until_a_new_one(talk):
-    page, player = talk
+    page, served_model = talk
     messages: list[Message] = []
     for system in ("", "Be short."):
         page.fill("#system", system)
@@ -437,9 +437,13 @@ def test_the_page_keeps_a_conversation_until_a_new_one(talk):
         for question in ("What is 3 + 3?", "And 4?"):
             answer = ask(page, question)
             messages.append(Message("user", question))
-            prompt = player.chat.fit([*instruction, *messages], 10)
+            prompt = served_model.chat.fit([*instruction, *messages], 10)
             columns = stream_samples(
-                player.model, player.tokenizer, prompt.ids, prompt.max_new_tokens, temperature=0
+                served_model.model,
+                served_model.tokenizer,
+                prompt.ids,
+                prompt.max_new_tokens,
+                temperature=0,
             )
             assert answer == "".join(piece for (piece,) in columns)
             messages.append(Message("assistant", answer))
@@ -481,12 +485,12 @@ def test_a_message_is_typed_below_the_conversation(talk, width):
 
 
 def test_the_page_says_what_the_model_no_longer_sees(talk):
-    page, player = talk
+    page, served_model = talk
     messages: list[Message] = []
     n_dropped = 0
     while not n_dropped:
         messages.append(Message("user", "What is 3 + 3?"))
-        n_dropped = player.chat.fit(messages, 10).n_dropped
+        n_dropped = served_model.chat.fit(messages, 10).n_dropped
         messages.append(Message("assistant", ask(page, "What is 3 + 3?")))
     n_above = page.locator(".forgotten").evaluate(
         "line => [...line.parentNode.children].indexOf(line)"
@@ -497,7 +501,7 @@ def test_the_page_says_what_the_model_no_longer_sees(talk):
 def test_an_empty_answer_is_said_and_can_be_asked_again(directory, visit):
     model, tokenizer = load_model(directory)
     tokenizer.ends = {*range(len(tokenizer))}
-    with served([Player("mine", model, tokenizer)]) as site:
+    with served([ServedModel("mine", model, tokenizer)]) as site:
         page = open_play(visit, site)
         ask(page, "What is 3 + 3?")
         assert statuses(page) == ["The text is empty."]
@@ -505,9 +509,9 @@ def test_an_empty_answer_is_said_and_can_be_asked_again(directory, visit):
 
 
 def test_a_message_that_fails_can_be_sent_again(talk):
-    page, player = talk
+    page, served_model = talk
     ask(page, "What is 3 + 3?")
-    page.fill("#prompt", "a " * player.chat.context_size)
+    page.fill("#prompt", "a " * served_model.chat.context_size)
     page.keyboard.press("Enter")
     page.locator(".status.error", has_text="too long").wait_for()
     assert page.input_value("#prompt").startswith("a a a")
@@ -515,8 +519,8 @@ def test_a_message_that_fails_can_be_sent_again(talk):
 
 
 def test_a_message_to_a_chat_and_a_plain_model_is_sent_once(directory, visit):
-    plain = Player("plain", lively(), tokenizer_of(LETTERS))
-    with served([Player("chat", *load_model(directory)), plain]) as site:
+    plain = ServedModel("plain", lively(), tokenizer_of(LETTERS))
+    with served([ServedModel("chat", *load_model(directory)), plain]) as site:
         page = open_play(visit, site)
         page.fill("#length", "5")
         for number, message in enumerate(("2 + 2?", "bad"), 1):
@@ -535,7 +539,7 @@ def test_what_is_said_of_the_models_stands_below_all_texts(width, site, visit):
     abouts: list[Any] = [about.bounding_box() for about in page.locator("#abouts details").all()]
     assert max(box["y"] + box["height"] for box in texts) < min(box["y"] for box in abouts)
     names = page.locator("#abouts summary").all_inner_texts()
-    assert names == [f"About {player.name}" for player in site.players]
+    assert names == [f"About {served_model.name}" for served_model in site.models]
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
@@ -680,8 +684,8 @@ def test_the_served_page_has_the_slider_too(visit):
     """Its moments are asked of the server, with their exact weights."""
     model = lively()
     moments = [Moment(0, scaled(lively(), 0.2)), Moment(3000, model)]
-    player = Player("mine", model, tokenizer_of(LETTERS), moments=moments)
-    with served([player]) as site:
+    served_model = ServedModel("mine", model, tokenizer_of(LETTERS), moments=moments)
+    with served([served_model]) as site:
         page = open_play(visit, site)
         page.fill("#length", "40")
         page.fill("#prompt", "abc")
@@ -700,10 +704,11 @@ def test_the_served_page_has_the_slider_too(visit):
 def test_two_models_side_by_side_have_no_slider(visit):
     model = lively()
     moments = [Moment(0, model), Moment(9, model)]
-    players = [
-        Player(name, model, tokenizer_of(LETTERS), moments=moments) for name in ("one", "another")
+    served_models = [
+        ServedModel(name, model, tokenizer_of(LETTERS), moments=moments)
+        for name in ("one", "another")
     ]
-    with served(players) as site:
+    with served(served_models) as site:
         page = open_play(visit, site)
         assert not any(box.is_visible() for box in page.locator(".moments").all())
 

@@ -18,18 +18,20 @@ from models import lively, tokenizer_of
 from served import LETTERS, WISH, Site
 
 from sm_nanogpt import Job, Settings, stream_samples
-from sm_nanogpt.launcher.cli.models import player_of
+from sm_nanogpt.launcher.cli.models import open_served_model
 from sm_nanogpt.launcher.views.api import Token, until_stop
 from sm_nanogpt.launcher.views.model_card import summary_in
 from sm_nanogpt.launcher.views.model_page import page_of
-from sm_nanogpt.launcher.views.play import Player, listen
+from sm_nanogpt.launcher.views.play import ServedModel, listen
 
 TWENTY = ": " + ", ".join(repr(chr(code)) for code in range(1000, 1020)) + " and more; replace"
 
 
-def expected(player: Player, temperature: float = 0.8) -> str:
+def expected(served_model: ServedModel, temperature: float = 0.8) -> str:
     """What the library generates for WISH."""
-    columns = stream_samples(player.model, player.tokenizer, "abc", 40, 1, temperature, seed=7)
+    columns = stream_samples(
+        served_model.model, served_model.tokenizer, "abc", 40, 1, temperature, seed=7
+    )
     return "".join(piece for (piece,) in columns)
 
 
@@ -84,7 +86,7 @@ def header_of(site: Site, number: int) -> Any:
 def test_the_page_gets_the_exact_weights_of_a_model(site):
     content = site.connect("/page/model/0").read()
     tensors = header_of(site, 0)["tensors"]
-    parameters = [*site.players[0].model.parameters()]
+    parameters = [*site.models[0].model.parameters()]
     assert [tensor["size"] for tensor in tensors] == [p.numel() for p in parameters]
     weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
     assert content.endswith(weights.numpy().tobytes())
@@ -110,10 +112,10 @@ def test_a_model_of_another_number_is_not_there(site):
 
 def test_each_model_generates_the_text_of_the_library(site):
     texts = [site.text(number) for number in range(3)]
-    assert texts == [expected(player) for player in site.players]
+    assert texts == [expected(served_model) for served_model in site.models]
     assert texts[0] != texts[1]
-    assert site.text(temperature=0) == expected(site.players[0], 0)
-    assert site.text(temperature=2, top_k=1) == expected(site.players[0], 0)
+    assert site.text(temperature=0) == expected(site.models[0], 0)
+    assert site.text(temperature=2, top_k=1) == expected(site.models[0], 0)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_a_wrong_setting_is_refused_by_name(site, wish, named):
 
 
 def test_a_stop_string_ends_the_text(site):
-    text = expected(site.players[0])
+    text = expected(site.models[0])
     stop = text[20:23]
     assert site.text(stop=stop) == text[: text.index(stop)]
 
@@ -184,7 +186,7 @@ def test_a_reader_that_leaves_ends_the_generation(site):
 
 def test_an_open_generation_blocks_no_other_model(site):
     with start_endless(site) as answer:
-        assert site.text(1) == expected(site.players[1])  # another model, at the same time
+        assert site.text(1) == expected(site.models[1])  # another model, at the same time
         assert answer.readline()
 
 
@@ -246,15 +248,15 @@ def test_a_job_is_played_by_its_name_and_settings(job):
     (job.directory / "job.json").write_text(json.dumps(record))
     directory = Job(job.job_id).model()
     for model in (job.job_id, str(directory)):
-        player = player_of(model, Settings(home=job.home), None, True)
-        assert player.name == "mine"
-        assert player.job_id == job.job_id
-        assert player.title == f"mine (…{job.job_id[-6:]})"
-        assert player.card["job"] == job.job_id
+        served_model = open_served_model(model, Settings(home=job.home), None, True)
+        assert served_model.name == "mine"
+        assert served_model.job_id == job.job_id
+        assert served_model.title == f"mine (…{job.job_id[-6:]})"
+        assert served_model.card["job"] == job.job_id
     shutil.copytree(directory, "elsewhere")
-    player = player_of("./elsewhere", Settings(home=job.home), None, True)
-    assert player.title == player.name == "./elsewhere"
-    assert "n_embd=32" in player.card["settings"]
+    served_model = open_served_model("./elsewhere", Settings(home=job.home), None, True)
+    assert served_model.title == served_model.name == "./elsewhere"
+    assert "n_embd=32" in served_model.card["settings"]
 
 
 def test_an_origin_without_a_scheme_is_refused(cli):
