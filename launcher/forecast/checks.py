@@ -101,7 +101,7 @@ def up_to_lowest(losses: Mapping[float, Expected]) -> dict[float, Expected]:
 def problem_of_validation(pilots: Mapping[float, Pilot]) -> str:
     """Describe how the validation text differs from the training text, by the smallest pilot.
 
-    Returns '' if both texts are of one kind.
+    Returns '' if the validation text and the training text are of one kind.
     """
     pilot = pilots[min(pilots)]
     if pilot.train_loss is None or pilot.loss <= MAX_LOSS_RATIO * pilot.train_loss:

@@ -247,7 +247,7 @@ class Forecaster:
         )
 
     def change_to(self, other: CompleteRun, size: float, loss: float, law: TextLaw) -> Change:
-        """By how much the loss of another run differs from `loss`, that of a size on this text."""
+        """By how much another run's loss differs from `loss`, the loss of a size on this text."""
         change, deviation = law.change(self.sizes.run(size), other)
         return Change(
             nats=loss * math.expm1(change),

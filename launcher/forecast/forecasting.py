@@ -94,10 +94,10 @@ def check_repeats(texts: Texts) -> None:
 def instances_to_forecast(
     request: Request, default_vocabulary_size: int, settings: Settings
 ) -> list[InstanceType]:
-    """The instance types of the request, and those on which a job of the user has ended.
+    """The instance types of the request, and the types on which a job of the user has ended.
 
-    The speed of a type is that of the newest such job that has one, and its price is AWS's.
-    default_vocabulary_size: that of a job whose text is gone.
+    The speed of a type is the speed of the newest such job that has one, and its price is AWS's.
+    default_vocabulary_size: the vocabulary size of a job whose text is gone.
     """
     from sm_nanogpt.launcher.forecast.times import InstanceType, speed_of
 

@@ -2,9 +2,10 @@
 
     log loss = c0 + c1 (P D)^-a + c2 (D/U)^b (P/U)^c
 
-P are the parameters of the matrices, D the tokens that a run trains on, and U those of its text, in
-millions. The second term is what compute gains, and the third what a short text costs. A forecast
-starts at the loss of the largest pilot, which is nearest to it, and follows the law from there.
+P are the parameters of the matrices, D the tokens that a run trains on, and U the tokens of its
+text, in millions. The second term is what compute gains, and the third what a short text costs. A
+forecast starts at the loss of the largest pilot, which is nearest to it, and follows the law from
+there.
 
 The exponents are the same for every text. They, and how the numbers c vary between texts, were
 fitted by examples/benchmarks/forecasting.py to the runs in forecast-runs.jsonl beside it. The
@@ -96,8 +97,8 @@ class TextLaw:
         return list(zip(medians.tolist(), deviations.tolist(), strict=True))
 
     def change(self, run: CompleteRun, other: CompleteRun) -> tuple[float, float]:
-        """The log loss of another run minus that of a run, and the standard deviation of this
-        difference, which includes the noise of both runs."""
+        """The log loss of `other` minus the log loss of `run`, and the standard deviation of this
+        difference, which includes the noise of the two runs."""
         features, features_of_other = self.law.features([run, other])
         difference = features_of_other - features
         variance = float(difference @ self.covariance @ difference) + 2 * self.law.noise**2

@@ -46,7 +46,8 @@ class PlannedPilot(NamedTuple):
 def pilots_of(n_tokens: int) -> list[PlannedPilot]:
     """The pilots to run for a text of n_tokens, the largest first.
 
-    Pilots on fractions show what more text is worth, and those of all sizes what a larger model is.
+    Pilots on fractions of the text show what more text is worth. Pilots of all sizes show what a
+    larger model is worth.
     """
     sizes = PILOT_SIZES
     fractions = product((1.0, 1.5), (2, 4, 8))  # pairs of a size and a divisor of the tokens
@@ -88,7 +89,7 @@ def trials_of(planned_pilots: Sequence[PlannedPilot], sizes: Sizes) -> list[Tria
 
 @dataclass
 class TimeLeft:
-    """The time that runs still take, by the operations and the seconds of those that have ended.
+    """The time that runs still take, by the operations and seconds of the runs that have ended.
 
     work: the operations of all runs. at_once runs are made at the same time.
     """
@@ -175,6 +176,6 @@ def train_loss_of(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def steps_of(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The number of steps that each metric row covers: those since the row before."""
+    """The number of steps that each metric row covers: the steps since the row before."""
     ends = [0, *(row["step"] for row in rows)]
     return [end - begin for begin, end in pairwise(ends)]

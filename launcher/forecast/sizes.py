@@ -11,8 +11,9 @@ from sm_nanogpt.launcher.source import Source
 class Sizes:
     """The runs of each size on a text, by the rules of a training folder.
 
-    n_tokens is the length of the text, and vocabulary_size that of its tokenizer. Methods that take
-    n_tokens are about a part of the text with this length; by default, about the whole text.
+    n_tokens is the length of the text, and vocabulary_size the number of tokens of its tokenizer.
+    Methods that take n_tokens are about a part of the text with this length; by default, about the
+    whole text.
     """
 
     def __init__(self, training_folder: Source, n_tokens: int, vocabulary_size: int) -> None:
@@ -50,7 +51,7 @@ class Sizes:
 
 
 def operations_of_step(config: Any, vocabulary_size: int) -> float:
-    """The operations of a step: for each token, 6 for each parameter, and those of attention."""
+    """The operations of a step: for each token, 6 for each parameter, and attention's."""
     head = vocabulary_size * config.n_embd
     attention = config.n_layer * config.n_embd * config.block_size
     per_token = 6 * (config.matrix_parameters + head + attention)

@@ -25,8 +25,8 @@ from sm_nanogpt.launcher.settings import Settings
 class SweepPlan:
     """A sweep whose jobs to start are checked and priced.
 
-    group has the jobs so far, to which those that are started are added. plans has the jobs to
-    start, and unaffordable the errors for jobs that the ceiling does not pay, both by number. lock
+    group has the jobs so far, to which started jobs are added. By the numbers of jobs, plans has
+    the jobs to start, and unaffordable the errors for jobs that the ceiling does not pay. lock
     keeps other commands from running the sweep, if it has jobs.
     """
 
@@ -228,8 +228,8 @@ def continue_sweep(
 ) -> SweepPlan:
     """Check and price the jobs of a sweep of this machine that have not completed.
 
-    max_cost and parallel replace those of the sweep, unless they are None. The plan has the lock of
-    the sweep.
+    max_cost and parallel replace the values of the sweep, unless they are None. The plan has the
+    lock of the sweep.
     """
     lock = lock_sweep(sweep_id, settings)
     try:
@@ -247,7 +247,7 @@ def continue_sweep(
 
 
 def with_changes(sweep: Sweep, max_cost: float | None, parallel: int | None) -> Sweep:
-    """The sweep with another ceiling and another number of parallel jobs; None keeps either.
+    """The sweep with another ceiling and another number of parallel jobs; None keeps a value.
 
     The share of each job in another ceiling is not chosen yet.
     """

@@ -20,7 +20,7 @@ class Rank:
 
     values: dict[str, Any]
     jobs: list[JobDescription] = field(default_factory=list)
-    n_jobs: int = 0  # those in jobs, and those that were not started
+    n_jobs: int = 0  # the jobs in `jobs`, and the jobs that were not started
 
     @property
     def losses(self) -> list[float]:

@@ -94,8 +94,8 @@ def with_uploaded_inputs(sweep: Sweep, plan: Plan) -> Sweep:
 class GroupRun:
     """The jobs of a group while a command runs it, `parallel` at a time.
 
-    name is that of the group. waiting has the jobs to start, and running the ids of those that run,
-    by their numbers.
+    name: of the group. waiting: the plans of the jobs to start, by their numbers. running: the ids
+    of the jobs that run, by their numbers.
     """
 
     def __init__(

@@ -2,10 +2,11 @@
 
 One process scores whole windows, so its model could see each token that it has to predict, or learn
 from the windows before. A second process then gets parts of the same windows. Each part is cut at a
-secret position, and random ids follow. Its losses have to be those of the first process. The second
-process has not seen the token at the cut, nor the text behind it. So it can agree with the first
-one only if that did not use them. A model gains nothing if it knows in which process it is: in the
-first it does not know where the cuts will be, and in the second it does not know the text behind.
+secret position, and random ids follow. Its losses have to equal the losses of the first process.
+The second process has not seen the token at the cut, nor the text behind it. So it can agree with
+the first process only if the first process did not use them. A model gains nothing if it knows in
+which process it is: in the first it does not know where the cuts will be, and in the second it does
+not know the text behind.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ def in_passes(cuts: Sequence[Sequence[Cut]], rng: Random) -> Iterator[list[Cut]]
 class ScoredWindow:
     """A window with its losses, as the first process computed them.
 
-    ids, and targets, the token that follows each id, are int64 [T]. positions are those whose
-    losses count, and nats are these losses, float64 [len(positions)].
+    ids, and targets, the token that follows each id, are int64 [T]. positions are the indices of
+    the targets whose losses count, and nats are the losses there, float64 [len(positions)].
     """
 
     ids: Tensor
@@ -188,7 +189,7 @@ def logits_depend_on_length(worker: Worker, longest: int) -> bool:
 def find_difference(
     worker: Worker, windows: Sequence[ScoredWindow], cuts: Sequence[Cut], length: int
 ) -> float | None:
-    """Compare the losses at cuts with those of the windows, which another process computed.
+    """Compare the losses at cuts with the losses of whole windows, of another process.
 
     The worker gets rows of `length` ids. If a cut differs by more than rounding, returns the
     largest difference of the first such cut, in nats; else None.

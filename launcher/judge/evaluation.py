@@ -112,7 +112,7 @@ class Evaluation:
     5-gram model of the training text on it, and of this model on the first 128 kB of its own
     validation text. overlap is the fraction of the text's bytes in runs of 50 or more that the
     training text contains. copied is the number of bytes of the longest run that `samples` have
-    from the training text. For both, a run of white space counts as one space.
+    from the training text. For overlap and copied, a run of white space counts as one space.
 
     The model has never seen n_unknown characters of the text, which count as their bytes.
     unknown_bits of the bits per byte come from them. In documents, the one with the highest loss
@@ -165,7 +165,7 @@ class Evaluation:
         return facts
 
     def difference_from(self, first: Evaluation) -> str:
-        """The bits per byte minus those of another model on the same text, with their interval."""
+        """The bits per byte minus another model's on the same text, with an interval."""
         differences = []
         for part, other in zip(self.parts, first.parts, strict=True):
             differences.append(replace(part, nats=part.nats - other.nats))

@@ -130,7 +130,7 @@ def count_right_answers(
 ) -> dict[str, tuple[int, int]]:
     """Let the model answer questions; return how many of how many are right, by kind.
 
-    An answer is right if it is exactly that of the question. The model answers at temperature 0.
+    An answer is right if it is exactly the question's answer. The model answers at temperature 0.
     Raises InputError if it does not know a character of a question.
     """
     for question in questions:

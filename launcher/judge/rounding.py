@@ -42,8 +42,8 @@ LOGITS_AT_ONCE = 1 << 24  # take 64 MB
 class Rounding:
     """Rounded weights, by name, with their number of bits.
 
-    exact_loss is that of the model before rounding, and rounded_loss that after, in bits per byte
-    of the validation text; None if there is no text.
+    exact_loss is the loss of the model before rounding, and rounded_loss its loss after rounding,
+    in bits per byte of the validation text. They are None if there is no validation text.
     """
 
     bits: int
@@ -61,9 +61,9 @@ class Rounding:
 def round_weights(model: GPT, corpus: Corpus | None, bits: int | None = None) -> Rounding:
     """Round the weights of a model to `bits` bits.
 
-    By default, these are the fewest bits that raise the loss by at most MAX_COST_BITS, on the
-    validation text and probably on other text of its kind. If the corpus is None, the cost is not
-    measured, and the default is UNMEASURED_BITS.
+    The default is the fewest bits that raise the loss by at most MAX_COST_BITS, on the validation
+    text and probably on other text of its kind. If the corpus is None, the cost is not measured,
+    and the default is UNMEASURED_BITS.
     """
     if corpus is None:
         bits = bits or UNMEASURED_BITS

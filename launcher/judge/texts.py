@@ -70,7 +70,7 @@ class EncodedDocument:
     """A document as ids.
 
     A character that the model has never seen has no id. Its bytes, and what it costs, are added to
-    those of the id before it, or of the first id.
+    the bytes and the cost of the id before it, or of the first id.
     """
 
     text: Text
@@ -188,7 +188,7 @@ def with_unknown(
     """Add what unknown characters cost to the document of the known characters of `text`.
 
     unknown: the unknown characters. share: the fraction of the characters of all texts that are
-    unknown. Each id of the document is that of one character.
+    unknown. Each id of the document stands for one character.
     """
     widths = document.widths.tolist()
     nats = [-math.log1p(-share)] * len(widths)

@@ -139,7 +139,7 @@ def pattern_of_split(step: Mapping[str, Any]) -> str | None:
 def tiktoken_encoding(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> Encoding | None:
     """Make the tokenizer for tiktoken, which is four times as fast as the library.
 
-    Returns None if its ids might differ from those of the library.
+    Returns None if its ids might differ from the library's ids.
     """
     document = tokenizer.document
     model = document["model"]
@@ -184,7 +184,7 @@ def gives_same_ids(
 
 
 class Encoder:
-    """Encodes texts as ids, in threads on all cores. type_code: that of an id, as for array."""
+    """Encodes texts as ids, in threads on all cores. type_code: of an id, as for array."""
 
     def __init__(self, tokenizer: Tokenizer, type_code: str) -> None:
         self.tokenizer = tokenizer

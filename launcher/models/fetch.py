@@ -116,7 +116,7 @@ def preferred_copy(copies: list[Path]) -> Path:
 def target_directory(description: JobDescription, settings: Settings) -> Path:
     """Return the directory that the model of a job, or of its newest checkpoint, has when fetched.
 
-    Raises ServiceError if the job has neither.
+    Raises ServiceError if the job has neither a model nor a checkpoint.
     """
     job_id = description.job_id
     if description.search:

@@ -2,7 +2,7 @@
 
 The training folder of a model, which its SHA-256 identifies, computes the model. If that folder is
 not here, the packaged folder can compute a model of Qwen3's architecture: the run has checked that
-both give the same logits.
+its folder and the packaged folder give the same logits.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def load_model(
     A large model computes its products in bfloat16 if the CPU is fast at that, unless it was
     trained with precision=float32. A model of sm-nanogpt is computed by the folder that trained it:
     entry_point, or else the folder that its launch kept. The packaged folder, which is faster,
-    replaces it if both have the same kernels.py and model.py. It also does, with a log, if that
-    folder is gone and the model has Qwen3's architecture.
+    replaces that folder if they have the same kernels.py and model.py. It also does, with a log, if
+    that folder is gone and the model has Qwen3's architecture.
 
     Raises ServiceError if the directory has no model of sm-nanogpt. Raises InputError if it has a
     model of another tool that is damaged or not of Qwen3's architecture, or if the model needs the

@@ -58,7 +58,7 @@ def read_moments(directory: Path, model: GPT) -> list[Moment]:
 def generation_of(step: int, config: Mapping[str, Any]) -> tuple[int, int | None]:
     """The number of steps before the generation of a step, and the number of the generation.
 
-    Generations count from 1. If the run trains only one, these are 0 and None. config: the
+    Generations count from 1. Returns 0 and None if the run trains only one. config: the
     hyperparameters of the run.
     """
     if config.get("generations", 1) == 1:

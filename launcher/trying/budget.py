@@ -65,9 +65,9 @@ class Budget:
     def check_time(self, folder: str, base: str, seeds: Sequence[int], max_ratio: float) -> None:
         """Raise Refused if the runs of a folder with these seeds take too long in total.
 
-        They may take max_ratio times as long as those of the search's first folder. So may the
-        processes that compute their models for the judge. The sum counts, since a median would not
-        show a folder that is slow for a few seeds.
+        The runs may take max_ratio times as long as the runs of the search's first folder. So may
+        the processes that compute the runs' models for the judge. The sum counts, since a median
+        would not show a folder that is slow for a few seeds.
         """
         runs = [run for run in self.ledger.runs_of(folder) if run["seed"] in seeds]
         for field, description in TIME_FIELDS.items():
@@ -111,7 +111,7 @@ class Budget:
 def sizes_of(model: Path) -> dict[str, int]:
     """The parameters of a model, the tokens that it was trained on, and the bytes of its directory.
 
-    The tokens are those that its training.json claims. Raises Refused if they cannot be read.
+    The tokens are as its training.json claims. Raises Refused if a size cannot be read.
     """
     try:
         config = read_json(model / "training.json")["config"]

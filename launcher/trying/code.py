@@ -93,8 +93,8 @@ def refusal_of_size(new_files: Mapping[str, bytes], amount: str, max_bytes: int)
 def check_copies(name: str, lines: Mapping[int, bytes], judge_runs: set[bytes]) -> None:
     """Raise Refused if lines of a file contain a run of RUN_BYTES of the judge's text.
 
-    name is that of the file; lines has its lines by their numbers. Each run of white space counts
-    as one space. A run that repeats itself, such as a line of dashes, is allowed.
+    name: of the file. lines: of the file, by their numbers. Each run of white space counts as one
+    space. A run that repeats itself, such as a line of dashes, is allowed.
     """
     text = b""
     numbers = []  # of the lines that are in `text`

@@ -130,7 +130,7 @@ class Comparison:
                 raise Refused(f"its runs are those of {name}: the change changes nothing")
 
     def may_be_luck(self, gain: float) -> bool:
-        """As rule.may_be_luck, for all seeds with which both folders were trained."""
+        """As rule.may_be_luck, for all seeds with which base and candidate were trained."""
         base_seeds = self.ledger.seeds_of(self.base.sha256)
         seeds = self.ledger.seeds_of(self.candidate.sha256)
         common = [seed for seed in seeds if seed in base_seeds]

@@ -22,8 +22,8 @@ class RunProgress:
     """Counts runs that have ended, and logs the time left, at most once in PROGRESS_SECONDS.
 
     at_once runs are made together, and judged when all of them have ended, so their time is known
-    only then. made_by_job: a job makes all runs before the first is judged, so the time left is
-    that of judging.
+    only then. made_by_job: a job makes all runs before the first is judged, so the time left is the
+    time of judging.
     """
 
     def __init__(self, n_runs: int, at_once: int, made_by_job: bool = False) -> None:

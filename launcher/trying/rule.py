@@ -3,12 +3,13 @@
 A pair is two runs of one seed, of the base and of the changed folder: they begin with the same
 weights and see the same batches, so their difference varies less than either loss. After each
 number of pairs in LOOKS, one-sided t-tests say whether the change is better (at 5 %), or gains less
-than the search looks for (at 2.5 %). Both tests err more often than that: there are several looks,
-and the base's runs are the same for all tries. So a change is kept only if pairs of fresh seeds,
-which nobody has seen, say so again. That test, at 0.5 %, does not depend on the luck by which the
-change was chosen. The reported gain is that of the fresh pairs. If a kept change gains less than
-the search looks for, its reported gain is too high, since only lucky changes of that kind pass. A
-change that seems to gain less than half of what the search looks for is never kept.
+than the search looks for (at 2.5 %). The tests err more often than 5 % and 2.5 %: there are several
+looks, and the base's runs are the same for all tries. So a change is kept only if pairs of fresh
+seeds, which nobody has seen, say so again. That test, at 0.5 %, does not depend on the luck by
+which the change was chosen. The reported gain is the gain of the fresh pairs. If a kept change
+gains less than the search looks for, its reported gain is too high, since only lucky changes of
+that kind pass. A change that seems to gain less than half of what the search looks for is never
+kept.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PAIRED_RATIO = 0.63
 # If the batches of a folder are the same for all seeds, the deviation of its losses is less than
 # CHOSEN_SPREAD of the base's, and their correlation with the base's losses is less than
 # CHOSEN_CORRELATION. At `quick`, honest changes have at least 0.67 and 0.79. The worst pairs of the
-# folder do not count for either.
+# folder count neither for the spread nor for the correlation.
 CHOSEN_SPREAD, CHOSEN_CORRELATION = 0.65, 0.6
 WORST_SHARE = 1 / 6  # the share of pairs that do not count for the spread and the correlation
 # Standard deviations by which the best of several hundred orders of batches gains.
@@ -162,7 +163,7 @@ def may_be_luck(gain: float, losses: Sequence[float], base_losses: Sequence[floa
 
     losses and base_losses are of the same seeds. If the batches of a folder follow the seed, its
     losses vary, and mostly together with the base's. If the folder chose them, its gain has to be
-    more than that of the luckiest order.
+    more than the gain of the luckiest order.
     """
     usual_losses, usual_base_losses = without_worst(losses, base_losses)
     spread = stdev(usual_losses)

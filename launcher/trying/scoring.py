@@ -64,7 +64,7 @@ class Judge:
         return score
 
     def check_rows_ratio(self, block_size: int) -> float:
-        """The rows that the check computes over those of the score, at least 1.
+        """The rows of the check divided by the rows of the score, at least 1.
 
         Each row of the check counts twice: a short row takes longer than its share of a whole row.
         """

@@ -300,7 +300,8 @@ class Search:
     def compare(self, candidate: Source, base: Source, max_pairs: int) -> Entry:
         """Judge by pairs of runs: with seeds that all tries share, and then with fresh seeds.
 
-        max_pairs: pairs of either kind. Returns the fields of the entry of the verdict.
+        max_pairs: the limit of pairs with shared seeds, and of pairs with fresh seeds. Returns the
+        fields of the entry of the verdict.
         """
         shared = Comparison(self, candidate, base)
         fresh = Comparison(

@@ -113,8 +113,8 @@ def begin_search(
 def with_one_generation(request: Request) -> Request:
     """The request with generations=1, unless it sets the size or the number of generations.
 
-    A launch chooses both together. With two generations, each run would take more than twice as
-    long.
+    A launch chooses the size and the generations together. With two generations, each run would
+    take more than twice as long.
     """
     if not request.has_open_size:
         return request
@@ -245,7 +245,7 @@ def write_search(directory: Path, name: str, corpus: Corpus, n_tokens: int) -> d
 
 
 def write_texts(directory: Path, corpus: Corpus) -> str:
-    """Write the text of the runs, and that of the judge: the end of the validation text.
+    """Write the text of the runs, and the judge's text: the end of the validation text.
 
     Returns the SHA-256 of the judge's text.
     """
