@@ -101,6 +101,16 @@ def test_dropout_is_a_function_of_seed_step_pass_and_rank(tmp_path, monkeypatch)
     assert len(set(seeds)) == 6
 
 
+@pytest.mark.parametrize("is_main", [True, False])
+def test_the_main_rank_logs_that_threads_sleep(tmp_path, monkeypatch, capsys, is_main):
+    trainer = trainer_of(tmp_path, max_steps=2)
+    trainer.is_main = is_main
+    monkeypatch.setattr(trainer.waiting, "look", Mock(side_effect=[False, True]))
+    trainer.run()
+    n_lines = capsys.readouterr().out.count("other programs use the cores: ")
+    assert n_lines == (1 if is_main else 0)
+
+
 @pytest.mark.parametrize("cost, steps", [(1.0, [2, 8]), (0.0, [2, 4, 6, 8])])
 def test_best_weights_are_exported_without_their_checkpoint(
     tmp_path, monkeypatch, capsys, cost, steps
