@@ -208,7 +208,7 @@ def id_despite_failure(
     """The id of the job that a reference means among the jobs that were listed.
 
     Raises the error of the backend that did not list its jobs, unless the reference surely means
-    none of them.
+    this job.
     """
     if job is None or not is_certain(reference, job, settings, acts):
         raise failure.within(f"cannot resolve {reference!r} to a full job id")
