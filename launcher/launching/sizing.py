@@ -62,21 +62,22 @@ def text_length(request: Request, texts: Texts) -> TextLength:
         )
     n_tokens = upload.characters
     if "validation" not in texts:
-        n_tokens = upload.n_training(validation_fraction_of(request))
+        fraction = value_in_run(request, "validation_fraction", VALIDATION_FRACTION)
+        n_tokens = upload.n_training(fraction)
     return TextLength(n_tokens, unit_of(upload), upload.chats)
 
 
-def validation_fraction_of(request: Request) -> float:
-    """The fraction of its text by which a run of a request validates. Raises InputError.
+def value_in_run(request: Request, name: str, default: float) -> float:
+    """The value of a hyperparameter in a run of a request; default if its folder does not have it.
 
-    The other hyperparameters may fit only those of a size, so they are not checked here.
+    The other hyperparameters may fit only those of a size, so they are not checked here. Raises
+    InputError if the value is invalid.
     """
-    name = "validation_fraction"
     values = {}
     if name in request.hyperparameters:
         values[name] = request.hyperparameters[name]
     alone = request.model_copy(update={"preset": None, "hyperparameters": values})
-    return float(getattr(alone.config(world_size=1), name, VALIDATION_FRACTION))
+    return float(getattr(alone.config(world_size=1), name, default))
 
 
 def sized(request: Request, texts: Texts) -> Request:
@@ -95,17 +96,18 @@ def with_chosen_size(request: Request, size: float, length: TextLength) -> Reque
     It gets two generations where a second one is known to gain.
     """
     of_size = with_logged_size(request, size, length)
-    if not may_take_generations(request, length):
+    if "generations" in request.hyperparameters or not may_take_generations(request, length):
         return of_size
     return with_generations(of_size, size, length)
 
 
 def may_take_generations(request: Request, length: TextLength) -> bool:
-    """True if a request with an open size leaves it to the size whether it trains two generations.
+    """True if two generations of an open size may be better than one, as measured.
 
-    False for conversations, with which they were not measured, and for a folder without them.
+    False for conversations, with which they were not measured, for a run whose steps or teacher are
+    set, and for a folder without generations.
     """
-    sets_steps = {"max_steps", "generations"} & request.hyperparameters.keys()
+    sets_steps = "max_steps" in request.hyperparameters
     if sets_steps or request.teacher is not None or length.is_of_chats:
         return False
     has_generations = bool(request.source.known_hyperparameters({"generations": 0}))
@@ -178,6 +180,8 @@ def largest_readable(sizes: Sequence[float], request: Request, length: TextLengt
     A size is worth training on a number of tokens, for which it may read the text several times.
     """
     has_generations = may_take_generations(request, length)
+    if has_generations and "generations" in request.hyperparameters:
+        has_generations = value_in_run(request, "generations", 1) > 1
     largest = sizes[0]
     with request.source.user_errors():
         dial = request.source.module("sizes")

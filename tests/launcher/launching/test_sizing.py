@@ -207,6 +207,12 @@ def test_one_run_gets_a_smaller_size_than_two_generations(fields):
     assert sizing.sized(request, text(42_000)).size == 1.25
 
 
+@pytest.mark.parametrize("generations", ["2", 3])
+def test_generations_that_a_user_sets_get_the_size_of_two(generations):
+    request = job("local", "auto", generations=generations)
+    assert sizing.sized(request, text(42_000)).size == 1.75
+
+
 def test_a_folder_without_generations_gets_the_size_of_one_run(monkeypatch):
     """As of a copy that is older than they are."""
     monkeypatch.setattr(Source, "known_hyperparameters", lambda *_: {})
