@@ -36,7 +36,7 @@ from sm_nanogpt.launcher.cli import (
     search,
     upload,
 )
-from sm_nanogpt.launcher.cli.options import CommandGroup, value_option
+from sm_nanogpt.launcher.cli.options import CommandGroup, StoreParameter, value_option
 from sm_nanogpt.launcher.cli.remedies import sentence
 from sm_nanogpt.launcher.cli.show import logs_shown, note, silence
 from sm_nanogpt.launcher.errors import InputError, LauncherError, Terminated, joined
@@ -106,7 +106,7 @@ class Root(CommandGroup):
     "Where to keep data and models: s3://bucket/prefix or a directory. Default:"
     " SM_NANOGPT_STORE, config.toml, or the stack; else ~/.sm-nanogpt/store, or for SageMaker"
     " the account's default bucket.",
-    type=click.Path(file_okay=False, readable=False),
+    type=StoreParameter(),
 )
 @value_option("--region NAME", "AWS region (default: from the AWS configuration).")
 @value_option("--profile NAME", "AWS profile.")

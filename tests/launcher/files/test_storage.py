@@ -44,7 +44,7 @@ def test_what_is_no_path_is_remote_or_refused():
 
 def test_a_store_below_a_file_is_refused_by_name(cli, short_text_file, monkeypatch):
     ran = cli("--store", short_text_file, "upload-data", short_text_file)
-    assert ran.failed(2, str(short_text_file))  # by the option
+    assert ran.failed(2, f"--store {short_text_file}: is a file")  # by the option
     monkeypatch.setenv("SM_NANOGPT_STORE", str(short_text_file))
     ran = cli("upload-data", short_text_file)
     assert ran.failed(1, str(short_text_file))  # by the disk
