@@ -20,6 +20,7 @@ from sm_nanogpt.launcher.cli.options import (
 from sm_nanogpt.launcher.cli.remedies import command
 from sm_nanogpt.launcher.cli.show import note, print_json
 from sm_nanogpt.launcher.files.progress import byte_progress
+from sm_nanogpt.launcher.text import LEARN_BPE
 from sm_nanogpt.launcher.values import counted
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def help_lines(formats: Sequence[Format]) -> str:
     "--tokenizer bpe|PATH|JOB-ID",
     "Encode the text as tokens: bpe learns them from it; or name a tokenizer.json, a Hugging"
     " Face directory, or a job (default: train on characters).",
-    type=JobParameter(reads="model", other="bpe"),
+    type=JobParameter(reads="model", other=LEARN_BPE),
 )
 @value_option(
     "--vocab-size N",
@@ -144,7 +145,7 @@ def next_command(upload: Upload, tokenizer: str | None = None) -> str:
 
     init_from = init_from_option(tokenizer)
     if not init_from and are_few_conversations(upload):
-        return command("upload-data", "TEXT", "--tokenizer", "bpe")
+        return command("upload-data", "TEXT", "--tokenizer", LEARN_BPE)
     options = f"--instance {LOCAL}"
     if is_on_s3(upload.uri):
         options = "--instance ml.m5.xlarge --preset quick --max-cost 0.20"
@@ -157,7 +158,7 @@ def init_from_option(tokenizer: str | None) -> str:
     """The option of `launch` for the model whose tokenizer was taken, quoted for a shell; or ''."""
     from sm_nanogpt.launcher.files.storage import path_of
 
-    if tokenizer is None or tokenizer == "bpe":
+    if tokenizer is None or tokenizer == LEARN_BPE:
         return ""
     path = path_of(tokenizer)
     if path.exists() and not (path / "config.json").exists():  # a tokenizer without a model

@@ -18,6 +18,7 @@ from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
 from sm_nanogpt.launcher.files.scratch import TEMPORARY_PATTERN, remove_leftovers
 from sm_nanogpt.launcher.sagemaker.caller import owner_of_upload
 from sm_nanogpt.launcher.settings import Settings, load_settings
+from sm_nanogpt.launcher.text import LEARN_BPE
 from sm_nanogpt.launcher.text.documents import digest_of, survey_documents, survey_text
 from sm_nanogpt.launcher.text.files import FileOptions, find_files, warn_of_held_out
 from sm_nanogpt.launcher.text.reading import File
@@ -73,7 +74,7 @@ def upload_data(
     texts = strings_of(paths)
     tokenizer = plain(tokenizer)
     vocab_size = plain(vocab_size)
-    if vocab_size is not None and tokenizer != "bpe":
+    if vocab_size is not None and tokenizer != LEARN_BPE:
         raise InputError("needs the tokenizer bpe", field="vocab_size", value=vocab_size)
     options = FileOptions(
         include=strings_of(include),
@@ -203,7 +204,7 @@ def send_tokens(
     vocab_size = vocab_size or fitting_size(survey.characters)
     recipe = f"bpe {vocab_size}"
     tokenizer = None
-    if tokenizer_name != "bpe":
+    if tokenizer_name != LEARN_BPE:
         tokenizer = find_tokenizer(str(tokenizer_name), settings)
         if survey.chats and tokenizer.unit == "characters":
             problem = "was trained on characters and cannot learn conversations"

@@ -24,6 +24,7 @@ from sm_nanogpt.launcher.files.storage import path_of
 from sm_nanogpt.launcher.models.encoder import QWEN35_PATTERN, published_tokenizer
 from sm_nanogpt.launcher.models.fetch import fetch_model
 from sm_nanogpt.launcher.settings import Settings
+from sm_nanogpt.launcher.text import LEARN_BPE
 from sm_nanogpt.launcher.text.documents import Survey, read_documents
 from sm_nanogpt.launcher.text.reading import File
 from sm_nanogpt.launcher.text.threads import in_thread
@@ -48,7 +49,7 @@ def find_tokenizer(typed: str, settings: Settings) -> Tokenizer:
     try:
         directory = fetch_model(typed, settings)
     except Missing:
-        suggestion = did_you_mean(typed.lower(), ["bpe"])
+        suggestion = did_you_mean(typed.lower(), [LEARN_BPE])
         if suggestion:
             raise InputError(f"there is no tokenizer {typed!r}; {suggestion}") from None
         raise
