@@ -18,6 +18,7 @@ from workers import Fake, worker_that_sends
 from sm_nanogpt import ServiceError, Settings, load_model
 from sm_nanogpt.launcher.judge import anchors, evaluate, measures
 from sm_nanogpt.launcher.judge.evaluate import EDITED
+from sm_nanogpt.launcher.judge.evaluation import ANCHORS
 from sm_nanogpt.launcher.judge.measures import Subject, measure_anchors
 from sm_nanogpt.launcher.judge.score import Window, losses_of_windows
 from sm_nanogpt.launcher.judge.texts import Text, TrainingText, encode_texts
@@ -86,6 +87,13 @@ def test_a_model_of_conversations_has_no_compressor_beside_it(models):
     subject = Subject(worker, encoded, TrainingText(plain("the first"), None), n_samples=1)
     values = {"xz": None, "ngram": None, "validation": None, "overlap": 0, "copied": 5}
     assert values.items() <= measure_anchors(subject).items()
+
+
+def test_each_anchor_that_is_shown_is_measured():
+    worker = Fake("abc")
+    encoded = encode_texts([Text("a", ["abc"])], worker.tokenizer)
+    values = measure_anchors(Subject(worker, encoded, None, n_samples=1))
+    assert values.keys() == ANCHORS.keys()
 
 
 def test_short_turns_count_as_overlap_of_conversations(models):
