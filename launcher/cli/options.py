@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+PAGE_START = b"<!doctype html"
 MAX_OFFERED_JOBS = 50  # by Tab
 
 
@@ -138,16 +139,26 @@ class OutputFile(click.Path):
 
 
 def check_output_file(path: Path) -> None:
-    """Raise InputError if a file cannot be written, or if the path is that of something else."""
+    """Raise InputError if a page cannot be written, or if the path is that of something else."""
     try:
         has_directory = path.parent.is_dir()
         is_other = path.is_symlink() or (path.exists() and not path.is_file())
+        has_other_content = path.is_file() and not holds_page(path)
     except OSError as error:  # the name is too long, or the user may not look there
         raise InputError(f"{path}: {os_reason(error)}; name another one") from None
     if not has_directory:
         raise InputError(f"{path}: {path.parent} is no directory; make it, or name another one")
     if is_other:
         raise InputError(f"{path}: not a regular file; name another one")
+    if has_other_content:
+        raise InputError(f"{path}: is there, and is no page; name another one")
+
+
+def holds_page(path: Path) -> bool:
+    """True if a file is empty, or begins as a page of HTML."""
+    with path.open("rb") as file:
+        beginning = file.read(100).lstrip().lower()
+    return not beginning or beginning.startswith(PAGE_START)
 
 
 class TextParameter(click.Path):

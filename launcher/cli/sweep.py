@@ -11,6 +11,7 @@ from sm_nanogpt.launcher.cli.options import agree_to_cost
 from sm_nanogpt.launcher.cli.remedies import command, reason_of, sentence
 from sm_nanogpt.launcher.cli.show import note, print_table
 from sm_nanogpt.launcher.errors import ServiceError, joined
+from sm_nanogpt.launcher.values import counted
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.groups.find import JobGroup
@@ -30,7 +31,7 @@ def run_sweep(plan: SweepPlan, yes: bool) -> None:
 
     sweep = plan.sweep
     if plan.plans:
-        note(f"sweep: {len(plan.plans)} jobs, {sweep.parallel} at a time")
+        note(f"sweep: {counted(len(plan.plans), 'job')}, {sweep.parallel} at a time")
     if plan.backend.bills:
         agree_to_worst_cost(plan, yes)
     events = begin_sweep(plan)

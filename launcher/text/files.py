@@ -18,7 +18,13 @@ from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.progress import Progress, no_progress
 from sm_nanogpt.launcher.text.documents import documents_in, list_left_out
 from sm_nanogpt.launcher.text.encodings import is_encoding
-from sm_nanogpt.launcher.text.formats import fill_in, format_of_name, is_packed, unused_file_name
+from sm_nanogpt.launcher.text.formats import (
+    ZIP,
+    fill_in,
+    format_of_name,
+    is_packed,
+    unused_file_name,
+)
 from sm_nanogpt.launcher.text.reading import File, detect_file
 from sm_nanogpt.launcher.text.skipped import Skipped
 from sm_nanogpt.launcher.text.sources import TextSource
@@ -265,8 +271,12 @@ def needs_tokens_error(file: File) -> InputError:
     """The error for a file of records, if the upload is to be characters."""
     skipped = Skipped()
     document = None
-    with suppress(InputError):  # an upload with a tokenizer reports it
+    try:
         document = next(documents_in(file, skipped), None)
+    except InputError as error:
+        if file.format is ZIP:  # it has no chat, so that a tokenizer would not help
+            return error
+        # For other files, an upload with a tokenizer reports it.
     path = shlex.quote(file.shown)
     people = list_counts(skipped.talks.authors)  # of a chat that a messenger exported
     if people:

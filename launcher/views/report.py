@@ -60,6 +60,13 @@ class ReportedRun:
         return ""
 
     @property
+    def evaluation_facts(self) -> dict[str, list[str]]:
+        """A row of the table of evaluations by its heading: the fact of each evaluation, or '-'."""
+        facts = [evaluation.facts() for evaluation in self.evaluations]
+        headings = dict.fromkeys(heading for row in facts for heading in row)
+        return {heading: [row.get(heading, "-") for row in facts] for heading in headings}
+
+    @property
     def unit(self) -> str:
         """The unit in which the run counts its text, such as characters or tokens."""
         return self.logged(r"[\d,]+ parameters; [\d,]+ (\w+) to train on") or "characters"

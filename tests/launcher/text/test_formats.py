@@ -11,6 +11,7 @@ import shlex
 import stat
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -154,6 +155,15 @@ def test_records_need_tokens(tmp_path, name, content, kind):
     with pytest.raises(InputError, match=f"{name}: is {kind}, ") as refused:
         find_files([TextSource(tmp_path / name)])
     assert refused.value.code == "needs-tokens"
+
+
+def test_no_tokenizer_is_advised_for_an_archive_of_texts(tmp_path):
+    with zipfile.ZipFile(tmp_path / "texts.zip", "w") as archive:
+        archive.writestr("a.txt", "a sea of text\n" * 9)
+    with pytest.raises(InputError) as refused:
+        find_files([TextSource(tmp_path / "texts.zip")])
+    assert "unzip" in str(refused.value)
+    assert refused.value.code != "needs-tokens"
 
 
 def test_records_are_sent_to_a_tokenizer(refusal, tmp_path):

@@ -18,6 +18,7 @@ from reports import reported_run, with_rows
 from sm_nanogpt.launcher.cli.jobs import launch_again
 from sm_nanogpt.launcher.curve import Row
 from sm_nanogpt.launcher.job import TrainingJob
+from sm_nanogpt.launcher.judge.evaluation import Evaluation
 from sm_nanogpt.launcher.views.page import report_html as page
 from sm_nanogpt.launcher.views.report import Report, ReportedRun, compare
 
@@ -43,7 +44,7 @@ def json_fields_of(text: str) -> dict[str, Any]:
 def test_a_report_replaces_the_one_before_and_opens(job, cli, monkeypatch):
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", opened.append)
-    Path("a.html").write_text("old")
+    Path("a.html").write_text("<!doctype html>\nold")
     assert cli("report", job.job_id, "-o", "a.html").code == 0
     assert opened == []
     assert cli("report", job.job_id, "-o", "a.html", "--open").code == 0
@@ -243,6 +244,24 @@ def test_only_a_regular_file_is_replaced(job, cli, tmp_path, kind):
     assert ran.error.partition(":")[0] == kind
     assert Path("link").is_symlink()
     assert Path("pipe").is_fifo()
+
+
+def test_no_text_is_replaced_by_a_report(job, cli, short_text_file):
+    text = short_text_file.read_bytes()
+    ran = cli("report", job.job_id, "-o", str(short_text_file))
+    assert ran.code == 2
+    assert short_text_file.read_bytes() == text
+
+
+def test_evaluations_with_different_facts_share_a_table():
+    judged = Evaluation(
+        "", "a.txt", size=9, tokens=9, bits_per_byte=2.0, half=None, unit="passages"
+    )
+    with_unknown = replace(judged, text="b.txt", n_unknown=3, unknown_bits=0.25)
+    run = replace(reported_run("a"), evaluations=[judged, with_unknown])
+    facts = run.evaluation_facts
+    assert facts["unknown characters"] == ["-", "3, which cost 0.250 of the bits"]
+    assert "unknown characters" in page(compare([run]), launch_again)
 
 
 def test_a_report_needs_a_curve(job, cli):
