@@ -186,7 +186,7 @@ class Forecaster:
         Raises InputError if the law has a problem, and the pilots do not show which size is best.
         """
         losses = dict[float, Expected]()
-        # Of a longer text, pilots have read only a part.
+        # If the text is longer, the pilots have read only a part of it.
         if self.sizes.n_tokens <= MAX_SAMPLE_TOKENS:
             deviation = law.law.spread * law.law.noise
             for size in sorted(whole_pilots):

@@ -191,7 +191,7 @@ def own_model(
 def load_with(
     source: Source, directory: Path, hyperparameters: Mapping[str, Any], vocab_size: int
 ) -> GPT:
-    """Load the weights of a directory into a model of a training folder's code."""
+    """Make a model by the code of a training folder, with the weights that a directory holds."""
     if source.is_packaged:
         config = packaged_config(hyperparameters)
         device = "meta"  # takes no memory until load_pretrained has compared shapes
@@ -254,7 +254,7 @@ def check_sums(directory: Path) -> None:
 
 @contextlib.contextmanager
 def as_format_errors(source: Source) -> Iterator[None]:
-    """Turn exceptions of the code of a training folder into FormatError, except for OSError."""
+    """Raise FormatError in place of what the code of a training folder raises, but for OSError."""
     try:
         yield
     except (FormatError, OSError):

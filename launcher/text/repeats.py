@@ -27,8 +27,8 @@ RUN_BYTES = 50  # by chance, two texts share no run of so many bytes
 MIN_SHARE_TO_WARN = 0.2  # of a validation text
 SAMPLE_BYTES = 1 << 18  # of a validation text that are searched for in the training text
 N_SAMPLES = 16  # parts that make the sample of a long text
-MAX_TRAINING_BYTES = 1 << 28  # of a training text that are searched
-MAX_LOOKUPS = 1 << 21  # of runs of a training text
+MAX_TRAINING_BYTES = 1 << 28  # the rest of a training text is not searched
+MAX_LOOKUPS = 1 << 21  # the most runs of a training text that are looked up
 SPACES = bytes.maketrans(b"\t\n\v\f\r", b"     ")
 
 
@@ -43,9 +43,9 @@ def with_one_space(content: bytes) -> bytes:
 def repeated_share(training: Iterable[bytes], validation: bytes, n_training_bytes: int) -> float:
     """The share of a validation text, 0 to 1, that a training text contains.
 
-    The training text comes in pieces, and has about n_training_bytes. Of a training text of more
-    than MAX_LOOKUPS bytes, only every step-th run is looked up; then shared parts shorter than
-    RUN_BYTES + step may be missed.
+    `training` yields the training text in pieces, of about n_training_bytes in all. If a training
+    text has more than MAX_LOOKUPS bytes, only every step-th run is looked up, so shared parts that
+    are shorter than RUN_BYTES + step may be missed.
     """
     sample = with_one_space(validation)
     hashes = [
