@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import pwd
 import re
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from sm_nanogpt.entry_point.errors import os_reason
-from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.errors import InputError, ServiceError, did_you_mean
 
 MAX_NAME_CHARACTERS = 255  # on every system
 MAX_PATH_CHARACTERS = 4095
@@ -92,6 +93,15 @@ def path_of(typed: str | Path) -> Path:
     except OSError:  # there is nothing yet, or a command reads it and says what is wrong
         pass
     return path
+
+
+def similar_files(path: Path) -> str:
+    """Return `did you mean A or B?` with the names in the directory of a path, at which nothing is,
+    that are like its name; or ''."""
+    names: list[str] = []
+    with suppress(OSError):
+        names = sorted(sibling.name for sibling in path.parent.iterdir())
+    return did_you_mean(path.name, names)
 
 
 def local_path(location: str) -> Path | None:

@@ -109,7 +109,7 @@ MODULES = {
     "launcher/files/documents.py": "test_documents test_text_documents test_tokenizer",
     "launcher/files/ledger.py": "test_ledger",
     "launcher/files/local.py": "test_storage test_s3_servers",
-    "launcher/locations.py": "test_storage test_moved",
+    "launcher/locations.py": "test_storage test_moved test_corpus",
     "launcher/files/locks.py": "test_file_systems",
     "launcher/files/models.py": "test_starting",
     "launcher/files/moved.py": "test_moved",

@@ -20,6 +20,7 @@ from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.launcher.cli.remedies import command
 from sm_nanogpt.launcher.cli.show import escaped, note
 from sm_nanogpt.launcher.errors import InputError, LauncherError
+from sm_nanogpt.launcher.locations import similar_files
 
 if TYPE_CHECKING:
     from sm_nanogpt.launcher.finding import Part
@@ -102,7 +103,8 @@ class InputFile(click.Path):
         try:
             path.stat()
         except OSError as error:
-            problem = os_reason(error)
+            suggestion = similar_files(path)
+            problem = f"{os_reason(error)}; {suggestion}" if suggestion else os_reason(error)
         if not problem and path.is_dir() and not self.dir_okay:
             problem = "is a directory"
         if not problem and not os.access(path, os.R_OK):

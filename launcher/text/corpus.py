@@ -23,7 +23,7 @@ from sm_nanogpt.launcher.text.documents import digest_of, survey_documents, surv
 from sm_nanogpt.launcher.text.files import FileOptions, find_files, warn_of_held_out
 from sm_nanogpt.launcher.text.reading import File
 from sm_nanogpt.launcher.text.repeats import share_within_text, warn_of_repeats
-from sm_nanogpt.launcher.text.sources import TextSource, open_sources, temporary
+from sm_nanogpt.launcher.text.sources import TextSource, find_path, open_sources, temporary
 from sm_nanogpt.launcher.text.store import (
     Upload,
     find_upload,
@@ -129,9 +129,9 @@ def strings_of(values: str | Path | Upload | Iterable[str | Path | Upload]) -> l
 def survey_path(path: Path, settings: Settings) -> tuple[Upload, list[File]]:
     """Read the text at a path of this machine; return its upload, and the files that it has.
 
-    Raises InputError as find_files and survey_upload.
+    Raises InputError as find_path, find_files and survey_upload.
     """
-    files = find_files([TextSource(path)])
+    files = find_files([TextSource(find_path(str(path)))])
     warn_of_held_out(files)
     return survey_upload(path.name, files, settings)
 

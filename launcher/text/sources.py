@@ -18,7 +18,7 @@ from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.progress import Progress, expect
 from sm_nanogpt.launcher.files.s3 import fsspec_callback, transfer_options
 from sm_nanogpt.launcher.files.scratch import scratch
-from sm_nanogpt.launcher.locations import is_on_s3
+from sm_nanogpt.launcher.locations import is_on_s3, similar_files
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.values import counted, in_units
 
@@ -129,7 +129,10 @@ def is_elsewhere(location: str) -> bool:
 
 
 def find_path(location: str, code: str = "") -> Path:
-    """The path of a text on this machine. Raises InputError, with a code, if nothing is there."""
+    """The path of a text on this machine.
+
+    Raises InputError if nothing is there: with the files that have similar names, or else a code.
+    """
     if location.startswith(("http://", "https://")):
         url = shlex.quote(location)
         raise InputError(f"{location}: a web address is not read", "download", url=url)
@@ -141,7 +144,12 @@ def find_path(location: str, code: str = "") -> Path:
     with suppress(OSError):  # find_files reports it
         if path is not None and path.exists():
             return path
-    raise InputError(f"{location}: no such file or directory", code=code)
+    problem = f"{location}: no such file or directory"
+    suggestion = similar_files(path) if path is not None else ""
+    if suggestion:
+        problem += f"; {suggestion}"
+        code = ""  # a suggestion is advice enough
+    raise InputError(problem, code=code)
 
 
 def without_pattern(path: str) -> str:

@@ -35,6 +35,20 @@ def test_upload_data_refuses_what_it_cannot_take(arguments, reason, cli, tmp_pat
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        "upload-data inptu.txt",
+        "upload-data ./inptu.txt --tokenizer bpe",
+        "launch --instance local --data inptu.txt",
+        "eval latest input.txt --find inptu.txt",
+    ],
+)
+def test_a_mistyped_file_is_answered_by_what_is_like_it(arguments, cli, tmp_path):
+    (tmp_path / "input.txt").write_text(LONG)
+    assert cli(arguments.split()).failed(2, "did you mean input.txt?")
+
+
+@pytest.mark.parametrize(
     ("paths", "options", "reason"),
     [([], {}, "no path"), (["a.txt"], {"vocab_size": 300}, "needs the tokenizer bpe")],
 )
