@@ -24,6 +24,7 @@ import click
 
 from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.entry_point.startup import limit_spinning, open_standard_streams
+from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.cli import (
     account,
     chat,
@@ -249,8 +250,24 @@ def usage_message(error: click.ClickException) -> str:
         if isinstance(error, click.NoSuchOption):
             message += " Hyperparameters need --set NAME=VALUE"
         elif "unexpected extra argument" in message:
-            message += ". A text goes to `upload-data` first, or is named by --data"
+            message += f". {option_instead(message)}"
     return joined(message.rstrip("."), f"`{context.command_path} --help` shows what there is")
+
+
+def option_instead(message: str) -> str:
+    """How to give `launch` the argument that click did not expect: an instance, a preset, or else a
+    text.
+
+    message: that of click, with the argument in parentheses.
+    """
+    from sm_nanogpt.entry_point.presets import PRESETS
+
+    argument = message.partition("(")[2].rstrip(")").partition(" ")[0]
+    if argument == LOCAL or argument.startswith("ml."):
+        return f"Write `--instance {argument}`"
+    if argument in ("auto", *PRESETS):
+        return f"Write `--preset {argument}`"
+    return "A text goes to `upload-data` first, or is named by --data"
 
 
 def main() -> NoReturn:

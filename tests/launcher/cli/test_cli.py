@@ -39,6 +39,16 @@ def test_a_text_behind_launch_is_told_where_it_goes(cli):
     assert cli("launch", "notes.txt").failed(2, "`upload-data` first, or is named by --data")
 
 
+@pytest.mark.parametrize(
+    ("argument", "option"),
+    [("local", "--instance"), ("ml.g5.xlarge", "--instance"), ("quick", "--preset")],
+)
+def test_an_argument_of_launch_is_told_its_option(cli, argument, option):
+    ran = cli("launch", argument, "more")
+    assert ran.failed(2, f"`{option} {argument}`")
+    assert "upload-data" not in ran.error
+
+
 def test_the_help_shows_three_commands_and_groups_all(cli):
     output = cli("--help").out
     example = output.partition("Options:")[0]
