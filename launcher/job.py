@@ -258,9 +258,9 @@ class Request(TrainingRequest):
                 return make_config(self.hyperparameters, self.preset, defaults)
         except InputError as error:
             names = {name.replace("-", "_"): "" for name in self.hyperparameters}
-            if source.known_hyperparameters(names) == names:
-                raise
-            raise unknown_hyperparameter_error(str(error), source) from error.__cause__
+            if source.known_hyperparameters(names) != names:
+                raise unknown_hyperparameter_error(str(error), source) from error.__cause__
+            raise wrong_value_error(error, self.hyperparameters) from error.__cause__
 
     def metric_definitions(self) -> list[dict[str, str]]:
         with self.source.user_errors():
@@ -341,6 +341,9 @@ def unknown_preset_error(name: str, presets: Sequence[str]) -> InputError:
     suggestion = did_you_mean(name, presets, limit=1)
     if suggestion:
         problem += f"; {suggestion}"
+    if "," in name:
+        sweep = shlex.quote(f"preset={name}")
+        return InputError(problem, "list-of-values", field="preset", value=name, sweep=sweep)
     return InputError(problem, field="preset", value=name)
 
 
@@ -349,6 +352,15 @@ def unknown_hyperparameter_error(problem: str, source: Source) -> InputError:
         return InputError(problem, code="list-hyperparameters")
     folder = shlex.quote(str(source.directory))
     return InputError(problem, code="list-edited-hyperparameters", folder=folder)
+
+
+def wrong_value_error(error: InputError, hyperparameters: Mapping[str, Scalar]) -> InputError:
+    """The error for a value that the training folder refused: with a code if it lists values."""
+    for name, value in hyperparameters.items():
+        if "," in str(value) and error.problem.startswith(f"{name}="):
+            sweep = shlex.quote(f"{name}={value}")
+            return InputError(error.problem, code="list-of-values", sweep=sweep)
+    return error
 
 
 # The fields that a backend other than SageMaker records of a job.

@@ -34,6 +34,7 @@ REMEDIES: dict[str, str] = {
     "copy-folder": "start from the folder that `{sm} copy-script` writes",
     "list-hyperparameters": "`{sm} hyperparameters` lists them",
     "list-edited-hyperparameters": "`{sm} hyperparameters --entry-point {folder}` lists them",
+    "list-of-values": "`--sweep {sweep}` launches a job for each of these values",
     "needs-ends": "leave it out, or encode the text with `{sm} upload-data PATH --tokenizer bpe`",
     "train-further": "to train further, add `--set max_steps=N` with N above {step}",
     "start-from-model": "`{sm} launch --init-from {job_id}` starts a new run from its model",

@@ -59,6 +59,18 @@ def test_a_typo_in_a_preset_is_answered_by_what_is_like_it():
     assert refusal(preset="enormous").endswith("small, gpt2")
 
 
+def test_a_list_of_values_is_that_of_a_sweep():
+    cases = {"max_steps": "5,8", "optimizer": "muon,adamw"}
+    for name, values in cases.items():
+        with pytest.raises(InputError) as caught:
+            Request(instance="local", hyperparameters={name: values}).config()
+        assert caught.value.code == "list-of-values"
+        assert caught.value.sweep == f"{name}={values}"
+    with pytest.raises(InputError) as caught:
+        Request(instance="local", preset="quick,cpu").config()
+    assert caught.value.sweep == "preset=quick,cpu"
+
+
 def test_a_name_is_a_word_of_its_own():
     for name in ("latest", "sm-nanogpt-mine", "a b", "-a", "../a", "é", "a" * 64, ".a"):
         assert refusal(name=name).startswith(f"name={name}: must be at most 63 letters")
