@@ -9,11 +9,12 @@ import click
 
 from sm_nanogpt.launcher.cli.options import agree_to_cost
 from sm_nanogpt.launcher.cli.remedies import command, reason_of, sentence
-from sm_nanogpt.launcher.cli.show import note, print_table
+from sm_nanogpt.launcher.cli.show import next_step, note, print_table
 from sm_nanogpt.launcher.errors import ServiceError, joined
 from sm_nanogpt.launcher.values import counted
 
 if TYPE_CHECKING:
+    from sm_nanogpt.launcher.description import JobDescription
     from sm_nanogpt.launcher.groups.find import JobGroup
     from sm_nanogpt.launcher.groups.plan import SweepPlan
     from sm_nanogpt.launcher.groups.ranking import Rank
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def run_sweep(plan: SweepPlan, yes: bool) -> None:
-    """Ask about the cost of a sweep, print its id, run it to its end, and print the ranking.
+    """Ask about the cost of a sweep, print its id, run it to its end, and print the ranking and
+    the next step.
 
     Ctrl-C stops local jobs after a checkpoint; jobs on SageMaker keep running.
     """
@@ -59,6 +61,9 @@ def run_sweep(plan: SweepPlan, yes: bool) -> None:
         if is_ceiling_too_low:
             resume += " --max-cost USD"
         raise ServiceError(f"not all jobs of the sweep completed; `{resume}` continues it")
+    note(f"`{command('report', '--group', plan.group.id)}` shows the curves of all on one page")
+    best_rank = ranks_of(plan.group, sweep)[0]
+    note(next_step(best_job(best_rank), plan.settings))
 
 
 def agree_to_worst_cost(plan: SweepPlan, yes: bool) -> None:
@@ -104,18 +109,23 @@ def print_ranking(group: JobGroup, sweep: Sweep | None, err: bool = False) -> No
 
     sweep: the sweep as it was requested; None if it was launched from another machine.
     """
-    from sm_nanogpt.launcher.groups.ranking import differing_values, ranking
-
-    if sweep is None:
-        ranks = ranking(group.newest, differing_values(group.newest))
-    else:
-        ranks = ranking([group.last_try(number) for number in sweep.numbers], sweep.members)
+    ranks = ranks_of(group, sweep)
     names = list(ranks[0].values) if ranks else []
     rows = [["RANK", "BEST LOSS", "SPREAD", "JOBS", *names, "BEST JOB"]]
     for position, rank in enumerate(ranks, 1):
         values = [str(rank.values[name]) for name in names]
-        rows.append([str(position), *result_cells(rank), *values, best_job(rank)])
+        best = best_job(rank).job_id if rank.jobs else "-"
+        rows.append([str(position), *result_cells(rank), *values, best])
     print_table(rows, err)
+
+
+def ranks_of(group: JobGroup, sweep: Sweep | None) -> list[Rank]:
+    """Rank the configurations of a sweep. sweep: as for print_ranking."""
+    from sm_nanogpt.launcher.groups.ranking import differing_values, ranking
+
+    if sweep is None:
+        return ranking(group.newest, differing_values(group.newest))
+    return ranking([group.last_try(number) for number in sweep.numbers], sweep.members)
 
 
 def result_cells(rank: Rank) -> list[str]:
@@ -128,10 +138,8 @@ def result_cells(rank: Rank) -> list[str]:
     return [loss, spread, f"{n_completed}/{rank.n_jobs}"]
 
 
-def best_job(rank: Rank) -> str:
-    """The id of the job with the lowest loss."""
+def best_job(rank: Rank) -> JobDescription:
+    """The job with the lowest loss, of a rank that has jobs."""
     from sm_nanogpt.launcher.groups.ranking import best_first
 
-    if not rank.jobs:
-        return "-"
-    return best_first(rank.jobs)[0].job_id
+    return best_first(rank.jobs)[0]

@@ -253,6 +253,9 @@ def test_a_sweep_shows_its_cost_and_ranks(cloud, launch, cli, home, monkeypatch)
     ranked = cli("jobs", "--group", group[-6:])
     assert ranked.out in ran.err
     assert ranked.out.split()[:5] == ["RANK", "BEST", "LOSS", "SPREAD", "JOBS"]
+    assert f"`sm-nanogpt report --group {group}`" in ran.err
+    best = ranked.table[0]["BEST JOB"]
+    assert ran.err.endswith(f"\nnext: sm-nanogpt fetch-and-sample {best}\n")
     listed = json.loads(cli("jobs", "--group", "latest", "--json").out)
     assert {job["job_id"] for job in listed} == {f"{group}-1", f"{group}-2"}
 
