@@ -35,6 +35,10 @@ Part = Literal["model", "curve"]  # the part of a job that a command reads
 Jobs = Iterator[JobDescription]  # the newest job first
 
 
+class NoJobs(ServiceError):
+    """The caller has no jobs yet, so `latest` means none."""
+
+
 def why_not_asked(settings: Settings) -> str:
     """Which backends were not asked for jobs, and why, as the end of a message; or ''."""
     notes = ""
@@ -188,7 +192,7 @@ def full_id(
         return id_despite_failure(reference, job, listing.failure, settings, acts)
     if job is None:
         if is_latest:
-            raise ServiceError(f"you have no jobs yet{why_not_asked(settings)}", "no-jobs-yet")
+            raise NoJobs(f"you have no jobs yet{why_not_asked(settings)}")
         return reference
     if is_latest:
         for backend in all_backends():

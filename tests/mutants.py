@@ -179,7 +179,7 @@ MODULES = {
     "launcher/views/play.py": "test_play test_api",
     "launcher/views/report.py": "test_report",
     "launcher/views/saved_page.py": "test_model_page",
-    "launcher/cli/__init__.py": "test_cli",
+    "launcher/cli/__init__.py": "test_cli test_job_commands",
     "launcher/cli/account.py": "test_deploy test_stack test_doctor",
     "launcher/cli/chat.py": "test_chat_command test_escapes",
     "launcher/cli/delete.py": "test_delete",

@@ -37,7 +37,12 @@ from sm_nanogpt.launcher.cli import (
     search,
     upload,
 )
-from sm_nanogpt.launcher.cli.options import CommandGroup, StoreParameter, value_option
+from sm_nanogpt.launcher.cli.options import (
+    CommandGroup,
+    StoreParameter,
+    settings_of,
+    value_option,
+)
 from sm_nanogpt.launcher.cli.remedies import sentence
 from sm_nanogpt.launcher.cli.show import logs_shown, note, silence
 from sm_nanogpt.launcher.errors import InputError, LauncherError, Terminated, joined
@@ -226,12 +231,24 @@ def message_of(error: Exception) -> str:
     if isinstance(error, click.ClickException):
         return usage_message(error)
     if isinstance(error, LauncherError):
-        return sentence(error)
+        return joined(sentence(error), *first_step_after(error))
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"cannot write {error.filename or 'the result'}: {os_reason(error)}"
     if isinstance(error, PermissionError) and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {os_reason(error)}"
     return f"{type(error).__name__}: {error}; `sm-nanogpt --debug ...` shows where"
+
+
+def first_step_after(error: LauncherError) -> list[str]:
+    """What a person without jobs types next, if an error says that there are none; else nothing."""
+    from sm_nanogpt.launcher.finding import NoJobs
+
+    if not isinstance(error, NoJobs):
+        return []
+    try:
+        return [f"next: {jobs.first_step(settings_of())}"]
+    except InputError as store_error:  # there is no such store
+        return [sentence(store_error)]
 
 
 def usage_message(error: click.ClickException) -> str:

@@ -61,14 +61,14 @@ REMEDIES: dict[str, str] = {
     "no-such-job": "`{sm} jobs` lists the jobs, and `{sm} data` the uploads",
     "no-job-of-yours": "`{sm} jobs` lists your jobs, `{sm} jobs --everyone` also those of others,"
     " which go by their whole ids, and `{sm} data` the uploads",
-    "no-jobs-yet": "`{sm} upload-data FILE` uploads a text, and says how to train on it",
     "in-another-region": "--region {region}, before the command, finds it",
     "not-yours": "pass --yes if you mean it",
     "job-is-running": "stop it first: `{sm} stop {job_id}`",
     "job-goes-on": "`{sm} logs {job_id} --follow` follows it",
     "sweep-is-running": "let it end, or stop it with `{sm} stop --group {group}`",
     "no-such-sweep": "the id of a sweep is that of its jobs without the number at the end, and"
-    " `{sm} launch --sweep KEY=V1,V2` starts one",
+    " `{sm} jobs` lists these",
+    "no-sweeps-yet": "`{sm} launch --instance local --sweep KEY=V1,V2` starts one",
     "sweep-of-one": "to start the jobs of a sweep from its weights, use --init-from {job_id}",
     "go-on-with-search": "`{sm} try start {search}` goes on with it",
     "no-search": "`{sm} try start NAME` begins one",
@@ -122,7 +122,8 @@ REMEDIES: dict[str, str] = {
     "first-text": "without a PATH, `{sm} upload-data` takes tiny Shakespeare",
     "own-text": "to train on a text of your own: `{sm} upload-data FILE`",
     "no-upload": "`{sm} upload-data FILE` makes one, and `{sm} data` lists them",
-    "no-last-upload": "`{sm} upload-data FILE` makes one, or give --data one of `{sm} data`",
+    "no-last-upload": "`{sm} upload-data FILE` uploads a text, and --data takes a file or one of"
+    " `{sm} data`",
     # settings, AWS
     "other-image": "--image-uri takes any other image",
     "sandbox": "install bubblewrap and libseccomp; docs/try.md says where that works",

@@ -91,8 +91,8 @@ def no_such_sweep_error(
 ) -> InputError:
     """The error for a reference to none of the sweeps, or to several."""
     if not sweep_ids:
-        problem = f"there are no sweeps yet{why_not_asked(settings)}"
-    elif matches:
+        return InputError(f"there are no sweeps yet{why_not_asked(settings)}", "no-sweeps-yet")
+    if matches:
         problem = f"{reference!r} matches {len(matches)} sweeps"
     else:
         problem = f"{reference!r} matches no sweeps"

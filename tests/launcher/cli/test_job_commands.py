@@ -63,6 +63,33 @@ def test_an_empty_list_of_jobs_says_how_to_begin(cli):
     assert cli("jobs", "--group", "latest").failed(2, "--sweep")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "status latest",
+        "logs latest",
+        "report latest",
+        "stop latest",
+        "delete latest",
+        "fetch-and-sample latest",
+        "chat latest",
+        "play latest",
+        "eval latest input.txt",
+        "launch --resume latest",
+        "launch --instance local --init-from latest",
+        "upload-data input.txt --tokenizer latest",
+    ],
+)
+def test_without_a_job_latest_says_the_first_step(cli, short_text_file, arguments):
+    ran = cli(arguments.split())
+    assert ran.failed(1, "you have no jobs yet")
+    assert ran.error.endswith("; next: sm-nanogpt upload-data FILE")
+    assert cli("upload-data", short_text_file).good
+    ran = cli(arguments.split())
+    assert ran.failed(1, "you have no jobs yet")
+    assert ran.error.endswith("; next: sm-nanogpt launch --instance local --preset auto")
+
+
 def test_a_job_is_found_by_a_unique_part_of_its_id(job, cli):
     for part in (job.job_id[:14], job.job_id[-6:], "latest"):
         ran = cli("status", part).good
