@@ -36,6 +36,8 @@ REMEDIES: dict[str, str] = {
     "list-edited-hyperparameters": "`{sm} hyperparameters --entry-point {folder}` lists them",
     "list-of-values": "`--sweep {sweep}` launches a job for each of these values",
     "needs-ends": "leave it out, or encode the text with `{sm} upload-data PATH --tokenizer bpe`",
+    "name-taken": "choose another name; `{sm} launch --resume {name}` goes on with what has this"
+    " one, and `{sm} delete {name}` deletes it",
     "train-further": "to train further, add `--set max_steps=N` with N above {step}",
     "start-from-model": "`{sm} launch --init-from {job_id}` starts a new run from its model",
     "encode-for-model": "encode the text with `{sm} upload-data PATH --tokenizer {model}`",

@@ -275,7 +275,13 @@ def check_name(request: Request, settings: Settings) -> None:
         job = next(jobs, None)
         id_with_name = job.job_id if job is not None else None
     if id_with_name is not None:
-        raise InputError(f"{id_with_name} has this name", field="name", value=request.name)
+        raise InputError(
+            f"{id_with_name} has this name",
+            code="name-taken",
+            field="name",
+            value=request.name,
+            name=request.name,
+        )
     if listing.failure is not None:
         if is_remote and not isinstance(listing.failure, Offline):
             raise listing.failure

@@ -386,7 +386,9 @@ def test_a_resumed_job_takes_over_the_name(job, cli):
     assert f"/models/{resumed}/" in cli("fetch-and-sample", "first", "--max-new-tokens", "3").err
     further = cli("launch", "--resume", "first", "--name", "first", "--set", "max_steps=22").good
     assert f"resumes {resumed}" in cli("status", further.out.strip()).out
-    assert cli("launch", "--instance", "local", "--name", "first").failed(2, "has this name")
+    taken = cli("launch", "--instance", "local", "--name", "first")
+    newest = further.out.strip()
+    assert taken.failed(2, newest, "another name", "launch --resume first`", "delete first`")
     assert cli("launch", "--resume", copy, "--name", "other", "--set", "max_steps=12").good
     assert f"resumes {copy}" in cli("status", "other").out
 
