@@ -21,6 +21,19 @@ def is_on_s3(location: str) -> bool:
     return location.startswith("s3://")
 
 
+def file_at(location: str) -> Path | None:
+    """The file of this machine that is at a location, or above it; None if there is no file."""
+    if is_on_s3(location):
+        return None
+    path = expand_user(location)
+    if location.startswith("file://"):
+        path = Path(unquote(location.removeprefix("file://")))
+    for ancestor in (path, *path.parents):
+        if os.path.isfile(ancestor):  # noqa: PTH113  (also takes a text that is too long for a path)
+            return ancestor
+    return None
+
+
 def location_problem(location: str) -> str:
     """What is wrong with a location, as the rest of a sentence on it; '' if nothing is."""
     scheme, _, path = location.partition(":")

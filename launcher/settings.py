@@ -20,7 +20,7 @@ from pydantic_settings import (
 
 from sm_nanogpt.entry_point.errors import os_reason
 from sm_nanogpt.launcher.errors import InputError, did_you_mean, rephrased
-from sm_nanogpt.launcher.locations import expand_user, is_on_s3, location_problem
+from sm_nanogpt.launcher.locations import expand_user, file_at, is_on_s3, location_problem
 from sm_nanogpt.launcher.values import plain
 
 
@@ -99,6 +99,9 @@ class Settings(BaseSettings):
         problem = location_problem(store)
         if store and not ABSOLUTE_LOCATION.match(store):
             problem = "is relative to the current directory; start it with / or ~/"
+        file = None if problem else file_at(store)
+        if file is not None:
+            problem = f"{file} is a file; give a directory or an S3 prefix"
         if problem:
             raise ValueError(problem)
         return store

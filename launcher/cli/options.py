@@ -115,15 +115,12 @@ class InputFile(click.Path):
 
 
 class StoreParameter(click.Path):
-    """The directory or S3 prefix of a store. Tab completes directories."""
+    """A store: a directory or an S3 prefix. The settings check it. Tab completes directories."""
 
     def __init__(self) -> None:
         super().__init__(file_okay=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if os.path.isfile(value):  # noqa: PTH113  (also takes a text that is too long for a path)
-            problem = "is a file; give a directory or an S3 prefix"
-            raise InputError(problem, field="store", value=value)
         return str(value)
 
 

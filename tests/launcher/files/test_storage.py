@@ -42,12 +42,15 @@ def test_what_is_no_path_is_remote_or_refused():
         storage.to_uri("")
 
 
-def test_a_store_below_a_file_is_refused_by_name(cli, short_text_file, monkeypatch):
-    ran = cli("--store", short_text_file, "upload-data", short_text_file)
-    assert ran.failed(2, f"--store {short_text_file}: is a file")  # by the option
-    monkeypatch.setenv("SM_NANOGPT_STORE", str(short_text_file))
-    ran = cli("upload-data", short_text_file)
-    assert ran.failed(1, str(short_text_file))  # by the disk
+def test_a_store_at_or_below_a_file_is_refused_by_name(cli, short_text_file, monkeypatch):
+    for store in (str(short_text_file), short_text_file.as_uri(), f"{short_text_file}/store"):
+        problem = f"{short_text_file} is a file"
+        ran = cli("--store", store, "upload-data", short_text_file)
+        assert ran.failed(2, f"--store {store}: {problem}")
+        with monkeypatch.context() as patch:
+            patch.setenv("SM_NANOGPT_STORE", store)
+            ran = cli("upload-data", short_text_file)
+        assert ran.failed(2, store, "(SM_NANOGPT_STORE, or in ", f"): {problem}")
 
 
 def test_an_upload_first_tells_the_size_of_all_files(home, text, tmp_path):
