@@ -28,7 +28,7 @@ from sm_nanogpt.launcher.launching.resume import (
     with_earlier_folder,
     with_known_hyperparameters,
 )
-from sm_nanogpt.launcher.launching.summary import summary_of
+from sm_nanogpt.launcher.launching.summary import summary_of, summary_of_resumed
 from sm_nanogpt.launcher.launching.texts import find_texts
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.channels import Texts
@@ -170,24 +170,26 @@ class Draft:
 
     def describe_job(self) -> None:
         """Add the summary, the limit of the page, and the loss that is forecast, to the job."""
-        explicit = {*self.original.hyperparameters}
-        if "generations" in self.job.hyperparameters:  # chosen together with an open size
-            explicit.add("generations")
-        fields: dict[str, Any] = {"summary": summary_of(self.job, explicit)}
-        if self.earlier is None:
+        fields: dict[str, Any] = {}
+        if self.earlier is not None:
+            fields = self.description_by(self.earlier.job)
+        else:
+            explicit = {*self.original.hyperparameters}
+            if "generations" in self.job.hyperparameters:  # chosen together with an open size
+                explicit.add("generations")
+            fields["summary"] = summary_of(self.job, explicit)
             fields["page_limit"] = self.original.fit
             fields["expected"] = self.forecast_loss()
-        else:
-            fields |= self.description_by(self.earlier.job)
         self.job = self.job.model_copy(update=fields)
 
     def description_by(self, earlier: TrainingJob) -> dict[str, Any]:
         """The fields of the earlier job that describe this one too."""
-        fields: dict[str, Any] = {"page_limit": earlier.page_limit}
+        fields: dict[str, Any] = {
+            "summary": summary_of_resumed(self.job, earlier),
+            "page_limit": earlier.page_limit,
+        }
         if self.job.config() == earlier.config():  # it is the same run
             fields["expected"] = earlier.expected
-            if earlier.summary.startswith("size "):
-                fields["summary"] = f"{earlier.summary} resumes {self.request.resume}"
         return fields
 
     def forecast_loss(self) -> Expected | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Set
 from dataclasses import asdict, fields
 from typing import Any
 
 from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.launching import start
+
+SIZE = re.compile(r"size (\d+(\.\d+)?)")  # how a summary begins if the job has a size
 
 
 def summary_of(job: TrainingJob, explicit: Set[str] = frozenset()) -> str:
@@ -33,6 +36,21 @@ def summary_of(job: TrainingJob, explicit: Set[str] = frozenset()) -> str:
     if job.resume is not None:
         parts.append(f"resumes {job.resume}")
     return " ".join(parts)
+
+
+def summary_of_resumed(job: TrainingJob, earlier: TrainingJob) -> str:
+    """Summarize a job that resumes an earlier one.
+
+    If that has the hyperparameters of a size, the job has them too, except for those that its
+    summary names.
+    """
+    size = SIZE.match(earlier.summary)
+    if size is None:
+        return summary_of(job)
+    values, earlier_values = shown_values(job), shown_values(earlier)
+    names = {word.partition("=")[0] for word in earlier.summary.split() if "=" in word}
+    names |= {name for name, value in values.items() if value != earlier_values[name]}
+    return summary_of(job.model_copy(update={"size": float(size[1])}), names)
 
 
 def shown_values(job: TrainingJob) -> dict[str, Any]:

@@ -578,7 +578,10 @@ def test_a_resumed_job_keeps_size_and_forecast(cli, home, job):
     longer = cli("launch", "--resume", job.job_id, "--set", "max_steps=12").good
     changed = job_of(longer.out.strip()).describe()
     assert changed.expected is None
-    assert not (changed.summary or "").startswith("size 2 resumes")
+    assert changed.summary == f"size 2 max_steps=12 resumes {job.job_id}"
+    again = cli("launch", "--resume", changed.job_id, "--set", "max_steps=14").good
+    summary = job_of(again.out.strip()).describe().summary
+    assert summary == f"size 2 max_steps=14 resumes {changed.job_id}"
 
 
 def test_a_table_is_printed_with_its_next_command(cli, lawful, text_here):

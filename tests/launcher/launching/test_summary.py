@@ -15,7 +15,7 @@ from sm_nanogpt.entry_point.config import make_config
 from sm_nanogpt.entry_point.huggingface import FINE_TUNING
 from sm_nanogpt.launcher.job import TrainingJob
 from sm_nanogpt.launcher.launching.start import model_name
-from sm_nanogpt.launcher.launching.summary import summary_of
+from sm_nanogpt.launcher.launching.summary import summary_of, summary_of_resumed
 
 FIELD = "    dropout: float = hyperparameter("
 SCALED = (FIELD, f'    mlp_scale: float = hyperparameter(1.0, "scale", 0)\n{FIELD}')
@@ -49,6 +49,19 @@ EARLIER = "sm-nanogpt-20260101-000000-abcdef"
 )
 def test_a_summary_names_preset_changes_and_origin(fields, summary):
     assert summary_of(TrainingJob(data="file:///text", **fields)) == summary
+
+
+def test_a_resumed_job_keeps_size_and_changes_in_its_summary():
+    values = {**asdict(make_config({}, "laptop")), "dropout": 0.25}
+    earlier_summary = "size 2.5 dropout=0.25 resumes sm-nanogpt-20250101-000000-abcdef"
+    earlier = TrainingJob(data="file:///text", hyperparameters=values, summary=earlier_summary)
+    cases = {
+        "size 2.5 dropout=0.25": values,
+        "size 2.5 dropout=0.25 max_steps=7": {**values, "max_steps": 7},
+    }
+    for summary, resumed_values in cases.items():
+        job = TrainingJob(data="file:///text", hyperparameters=resumed_values, resume=EARLIER)
+        assert summary_of_resumed(job, earlier) == f"{summary} resumes {EARLIER}"
 
 
 def test_a_model_is_called_by_its_job_or_directory():
