@@ -46,6 +46,7 @@ WHATSAPP_DELETED = re.compile(
     re.IGNORECASE,
 )
 
+MARKS = "\u200e\u202a\u202c\u202f "  # of directions, and spaces, around a name
 DAY_SECONDS = 24 * 60 * 60
 DIARY_CHECK_BYTES = 1 << 16  # the beginning by which a chat is told from a diary
 FILE_NAME = re.compile(r"whatsapp|^_chat\.txt$", re.IGNORECASE)  # as WhatsApp names its exports
@@ -87,8 +88,12 @@ def count_answers(messages: Sequence[Entry]) -> int:
 
 
 def name_of(author: str) -> str:
-    """A name without the marks and signs that WhatsApp puts around it."""
-    return author.strip("\u200e\u202a\u202c~ \u202f")
+    """A name without the marks and signs that WhatsApp puts around it.
+
+    A person who is no contact has `~ ` before the name, and is `~` without one.
+    """
+    shown = author.strip(MARKS)
+    return shown.strip(f"{MARKS}~") or shown
 
 
 def read_whatsapp(content: IO[bytes], file: File) -> Iterator[tuple[str, Talk]]:

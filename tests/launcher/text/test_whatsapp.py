@@ -68,6 +68,19 @@ def test_whatsapps_date_may_have_no_comma(tmp_path):
     assert chats == [["user\nHow are you?", "assistant\nFine."]]
 
 
+@pytest.mark.parametrize(
+    ("author", "name"), [("~", "~"), ("~\u202f", "~"), ("~\u202fAnn", "Ann"), ("~ Ann", "Ann")]
+)
+def test_who_is_no_contact_of_whatsapp_is_a_person(tmp_path, author, name):
+    """A tilde marks them, also where they have not set a name."""
+    lines = f"12/03/24, 14:05 - {author}: How are you?\n12/03/24, 14:06 - Bob: Fine.\n"
+    (tmp_path / "chat.txt").write_text(lines, "utf-8")
+    chats, skipped = conversations(tmp_path / "chat.txt", me="Bob")
+    assert chats == [["user\nHow are you?", "assistant\nFine."]]
+    assert skipped.talks.authors == {name: 1, "Bob": 1}
+    assert not skipped.talks.left_out
+
+
 def test_a_note_of_two_lines_is_no_message(tmp_path):
     note = "12/03/24, 14:04 - Ann changed the description\nRules: be kind\n"
     (tmp_path / "chat.txt").write_text(f"{note}{ANDROID}", "utf-8")
