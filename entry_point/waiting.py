@@ -125,13 +125,18 @@ class Waiting:
         return frozenset(cpus[:n_shared])
 
     def run_on(self, cpus: frozenset[int]) -> None:
-        """Has all threads of this process run on these CPUs, unless the system forbids it."""
+        """Has all threads of this process run on these CPUs, unless the system forbids it.
+
+        A thread stays where another program, such as taskset, has put it meanwhile.
+        """
         if cpus == self.cpus:
             return
         with suppress(OSError):  # a sandbox forbids it, or a container has other CPUs now
             for task in TASKS.iterdir():
                 with suppress(ProcessLookupError):  # a thread that has just ended
-                    os.sched_setaffinity(int(task.name), cpus)
+                    thread_id = int(task.name)
+                    if os.sched_getaffinity(thread_id) == self.cpus:
+                        os.sched_setaffinity(thread_id, cpus)
             self.cpus = cpus
 
 

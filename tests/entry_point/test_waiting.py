@@ -218,6 +218,7 @@ def test_two_that_sleep_at_once_leave_all_cpus(machine, monkeypatch):
     have_cpus(monkeypatch, 4)
     affinity = {"all": {0, 1, 2, 3}}
     monkeypatch.setattr(waiting, "cpus_of_threads", lambda: [affinity["all"]])
+    monkeypatch.setattr("os.sched_getaffinity", lambda task: affinity["all"])
     monkeypatch.setattr("os.sched_setaffinity", lambda task, cpus: affinity.update(all=set(cpus)))
     first = Waiting(4)
     first.sleep(n_used=2.0)
@@ -227,6 +228,22 @@ def test_two_that_sleep_at_once_leave_all_cpus(machine, monkeypatch):
     first.wake()
     second.wake()
     assert affinity["all"] == {0, 1, 2, 3}
+
+
+def test_a_thread_that_was_moved_meanwhile_stays(machine, monkeypatch, tmp_path):
+    """As taskset moves it, while the threads sleep on fewer CPUs."""
+    have_cpus(monkeypatch, 4)
+    cpus_by_thread = {1: {0, 1, 2, 3}, 2: {0, 1, 2, 3}}
+    for thread_id in cpus_by_thread:
+        (tmp_path / str(thread_id)).mkdir()
+    monkeypatch.setattr(waiting, "TASKS", tmp_path)
+    monkeypatch.setattr("os.sched_getaffinity", cpus_by_thread.__getitem__)
+    monkeypatch.setattr("os.sched_setaffinity", cpus_by_thread.__setitem__)
+    threads = Waiting(4)
+    threads.sleep(n_used=2.0)
+    cpus_by_thread[1] = {3}
+    threads.wake()
+    assert cpus_by_thread == {1: {3}, 2: {0, 1, 2, 3}}
 
 
 def test_no_cpus_are_named_where_a_sandbox_forbids_to_choose(machine, monkeypatch):
