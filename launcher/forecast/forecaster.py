@@ -89,34 +89,25 @@ class Forecaster:
         """
         pilots = self.pilots()
         whole_pilots = on_most_tokens(pilots)
-        n_checked = min(self.sizes.n_tokens, MAX_SAMPLE_TOKENS)
-        check_text(whole_pilots, self.corpus.train[0:n_checked], self.unit)
+        self.check_text(whole_pilots)
 
-        runs = []
-        for planned, pilot in pilots.items():
-            run = self.sizes.run(planned.size, planned.n_tokens)
-            runs.append(replace(run, loss=pilot.loss))
+        runs = self.runs_of(pilots)
         law = shared_law().of_text(runs)
         problem = problem_of_law(law, self.training_folder.is_packaged)
-        limit = MAX_COMPUTE_RATIO * sum(run.compute for run in runs)
-        candidates = [size for size in TABLE_SIZES if self.sizes.run(size).compute <= limit]
+        candidates = self.candidates(runs)
         losses = self.losses(whole_pilots, law, problem, candidates)
         shown = up_to_lowest(losses)
+        overfits = len(shown) < len(losses)
 
         clock = LocalClock(self.sizes, self.corpus, self.ledger)
         local = clock.times([*shown], pilots)
-        largest = pilots[max(pilots)]
-        bits_per_nat = largest.bits_per_byte / largest.loss
-        rows = []
-        for size, loss in shown.items():
-            rows.append(self.row(size, loss, bits_per_nat, local, instances))
-
+        rows = self.rows(shown, pilots, local, instances)
         best = best_size(rows) or TABLE_SIZES[0]
-        overfits = len(shown) < len(losses)
-        lines = notes_on_table(rows, best, overfits, len(candidates), instances, local.busy)
+
+        notes = notes_on_table(rows, best, overfits, len(candidates), instances, local.busy)
         validation_problem = problem_of_validation(whole_pilots)
         if validation_problem:
-            lines.append(validation_problem)
+            notes.append(validation_problem)
 
         twice_text = None
         twice_compute = None
@@ -139,7 +130,7 @@ class Forecaster:
             twice_compute=twice_compute,
             overfits=overfits,
             busy=local.busy,
-            notes=lines,
+            notes=notes,
         )
         self.ledger.add_forecast(forecast)
         return forecast
@@ -172,6 +163,25 @@ class Forecaster:
         config = self.sizes.config(planned.size, planned.n_tokens)
         operations = self.sizes.operations_of_step(config) + STEP_OVERHEAD_OPERATIONS
         return float(config.max_steps * operations)
+
+    def check_text(self, whole_pilots: Mapping[float, Pilot]) -> None:
+        """Raise InputError if the text repeats itself, or pilots learn only frequencies."""
+        n_checked = min(self.sizes.n_tokens, MAX_SAMPLE_TOKENS)
+        check_text(whole_pilots, self.corpus.train[0:n_checked], self.unit)
+
+    def runs_of(self, pilots: Mapping[PlannedPilot, Pilot]) -> list[CompleteRun]:
+        """The runs of the pilots, with their losses."""
+        runs = []
+        for planned, pilot in pilots.items():
+            run = self.sizes.run(planned.size, planned.n_tokens)
+            runs.append(replace(run, loss=pilot.loss))
+        return runs
+
+    def candidates(self, runs: Sequence[CompleteRun]) -> list[float]:
+        """The sizes of the table whose run takes at most MAX_COMPUTE_RATIO times the compute of
+        these runs together."""
+        limit = MAX_COMPUTE_RATIO * sum(run.compute for run in runs)
+        return [size for size in TABLE_SIZES if self.sizes.run(size).compute <= limit]
 
     def losses(
         self,
@@ -215,6 +225,21 @@ class Forecaster:
             if any(instance.fits(operations, max_cost) for instance in instances):
                 fitting.append(row)
         return fitting
+
+    def rows(
+        self,
+        losses: Mapping[float, Expected],
+        pilots: Mapping[PlannedPilot, Pilot],
+        local: LocalTimes,
+        instances: Sequence[InstanceType],
+    ) -> list[Row]:
+        """The rows of the table, by the losses of its sizes."""
+        largest = pilots[max(pilots)]
+        bits_per_nat = largest.bits_per_byte / largest.loss
+        rows = []
+        for size, loss in losses.items():
+            rows.append(self.row(size, loss, bits_per_nat, local, instances))
+        return rows
 
     def row(
         self,

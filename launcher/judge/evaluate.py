@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from sm_nanogpt.launcher.judge.score import (
 from sm_nanogpt.launcher.judge.texts import (
     EncodedDocument,
     Text,
+    TrainingText,
     encode_known_characters,
     training_corpus,
     training_of,
@@ -58,6 +60,10 @@ class Effort:
     n_processes: int  # processes that compute losses again, to check that none looks ahead
     n_cuts: int  # cuts at which they do, of all processes together
     n_samples: int  # samples that are searched for copies of the training text
+
+    @property
+    def cuts_per_process(self) -> int:
+        return self.n_cuts // self.n_processes
 
 
 # The packaged model is known not to look ahead; a few cuts show that nothing is broken.
@@ -92,28 +98,59 @@ def evaluate(
     """
     canaries = read_canaries(find) if find else []
     conversations = read_questions(questions) if questions else []
-    is_edited = entry_point is not None or not is_packaged(directory)
-    effort = EDITED if is_edited else PACKAGED
-    n_cuts = effort.n_cuts // effort.n_processes
+    effort = effort_for(directory, entry_point)
 
     with Worker(directory, settings, entry_point) as worker:
         encoded = encode_known_characters(texts, worker.tokenizer)
         exposures = measure_exposure(worker, canaries)
         answers = count_right_answers(worker, conversations)
-        corpus = training_corpus(model, directory, settings, UNMEASURED)
-        training = None if corpus is None else training_of(corpus)
+        training = training_text(model, directory, settings)
 
-        n_tokens = sum(len(document.ids) for document in encoded)
-        expect(progress, n_tokens + effort.n_processes * min(n_tokens, n_cuts))
+        expect_losses(encoded, effort, progress)
         nats = losses_of_documents(worker, encoded, progress)
-        subject = Subject(worker, encoded, training, effort.n_samples)
-        values = measure_anchors(subject)
+        anchors = measure_anchors(Subject(worker, encoded, training, effort.n_samples))
 
     n_compared = 0
     for _ in range(effort.n_processes):  # a new process knows nothing of the one before
         with Worker(directory, settings, entry_point) as checker:
-            n_compared += check_causal(checker, encoded, nats, n_cuts, progress)
+            n_compared += check_causal(checker, encoded, nats, effort.cuts_per_process, progress)
 
+    evaluation = Evaluation(
+        model=model,
+        text=text,
+        samples=f"{effort.n_samples} samples of {SAMPLE_TOKENS} {worker.tokenizer.unit}",
+        canaries=exposures,
+        answers=answers,
+        cuts=n_compared,
+        **loss_fields(encoded, nats),
+        **anchors,
+    )
+    keep_evaluation(evaluation, encoded, settings)
+    return evaluation
+
+
+def effort_for(directory: Path, entry_point: Path | None) -> Effort:
+    """How much to compute for the model in a directory, by the folder that computes it."""
+    is_edited = entry_point is not None or not is_packaged(directory)
+    return EDITED if is_edited else PACKAGED
+
+
+def training_text(model: str, directory: Path, settings: Settings) -> TrainingText | None:
+    """The text that the model has learned from; None if it is not on this machine."""
+    corpus = training_corpus(model, directory, settings, UNMEASURED)
+    return None if corpus is None else training_of(corpus)
+
+
+def expect_losses(encoded: Sequence[EncodedDocument], effort: Effort, progress: Progress) -> None:
+    """Announce the tokens whose losses are computed, and computed again at cuts."""
+    n_tokens = sum(len(document.ids) for document in encoded)
+    n_tokens_again = effort.n_processes * min(n_tokens, effort.cuts_per_process)
+    expect(progress, n_tokens + n_tokens_again)
+
+
+def loss_fields(encoded: Sequence[EncodedDocument], nats: Sequence[Tensor]) -> dict[str, Any]:
+    """The fields of Evaluation that follow from the losses of the tokens of each document, in
+    nats, float64 [n]."""
     documents = list(map(whole_document, encoded, nats))
     parts = documents
     if len(documents) < MIN_DOCUMENTS:
@@ -127,33 +164,31 @@ def evaluate(
     unknown_nats = sum(float(document.unknown_nats.sum()) for document in encoded)
     loss = torch.tensor(whole.nats / (whole.tokens + n_unknown), dtype=torch.float64)
     passages_by_loss = worst_first(all_passages(encoded, nats, WORST_PASSAGE_BYTES))
-    evaluation = Evaluation(
-        model=model,
-        text=text,
-        size=whole.size,
-        tokens=whole.tokens,
-        bits_per_byte=whole.bits_per_byte,
-        half=margin_of_bits(parts),
-        n_unknown=n_unknown,
-        unknown_bits=replace(whole, nats=unknown_nats).bits_per_byte,
-        unit=unit,
-        perplexity=float(loss.exp()),  # math.exp would raise for a large loss
-        samples=f"{effort.n_samples} samples of {SAMPLE_TOKENS} {worker.tokenizer.unit}",
-        worst=passages_by_loss[:3],
-        canaries=exposures,
-        answers=answers,
-        cuts=n_compared,
-        parts=parts,
-        documents=worst_first(documents),
-        **values,
-    )
+    return {
+        "size": whole.size,
+        "tokens": whole.tokens,
+        "bits_per_byte": whole.bits_per_byte,
+        "half": margin_of_bits(parts),
+        "unit": unit,
+        "perplexity": float(loss.exp()),  # math.exp would raise for a large loss
+        "n_unknown": n_unknown,
+        "unknown_bits": replace(whole, nats=unknown_nats).bits_per_byte,
+        "worst": passages_by_loss[:3],
+        "parts": parts,
+        "documents": worst_first(documents),
+    }
+
+
+def keep_evaluation(
+    evaluation: Evaluation, encoded: Sequence[EncodedDocument], settings: Settings
+) -> None:
+    """Write an evaluation for reports, by a digest of its texts. Warn if that fails."""
     contents = b"\0".join(document.text.content for document in encoded)
     digest = hashlib.sha256(contents).hexdigest()
     try:
         save_evaluation(evaluation, digest[:12], settings)
     except LauncherError as error:
         logger.warning(f"this evaluation will not be in reports: {error}")
-    return evaluation
 
 
 def all_passages(
