@@ -20,6 +20,7 @@ from sm_nanogpt.launcher.cli.options import (
 )
 from sm_nanogpt.launcher.cli.remedies import command, sentence
 from sm_nanogpt.launcher.cli.show import local_time, note, print_columns, print_json
+from sm_nanogpt.launcher.cli.sweep import group_of
 from sm_nanogpt.launcher.errors import InputError, ServiceError, did_you_mean, joined
 from sm_nanogpt.launcher.locations import is_on_s3
 from sm_nanogpt.launcher.values import counted, in_units
@@ -131,9 +132,7 @@ def delete_command(
 
 def delete_group(reference: str, settings: Settings, keep_model: bool, yes: bool) -> None:
     """Delete the jobs of a sweep, with its ledger, or those of a search, whose ledger stays."""
-    from sm_nanogpt.launcher.groups.find import find_group
-
-    group = find_group(reference, settings)
+    group = group_of(reference, settings)
     if group.is_search:
         delete_jobs([job.job_id for job in group.jobs], settings, keep_model, yes)
     else:

@@ -44,7 +44,7 @@ from sm_nanogpt.launcher.cli.show import (
     shown,
     with_progress_bar,
 )
-from sm_nanogpt.launcher.cli.sweep import print_ranking
+from sm_nanogpt.launcher.cli.sweep import group_of, print_ranking
 from sm_nanogpt.launcher.errors import InputError, LauncherError, ServiceError
 
 if TYPE_CHECKING:
@@ -76,7 +76,6 @@ def jobs_command(
       sm-nanogpt jobs --group latest
     """
     from sm_nanogpt.launcher.finding import Listing
-    from sm_nanogpt.launcher.groups.find import find_group
     from sm_nanogpt.launcher.groups.sweep import SweepLedger
     from sm_nanogpt.launcher.tracking import with_costs
     from sm_nanogpt.launcher.views.job_fields import json_fields_of
@@ -88,7 +87,7 @@ def jobs_command(
     job_group = None
     jobs: Iterable[JobDescription] = listing
     if group is not None:
-        job_group = find_group(group, settings, everyone)
+        job_group = group_of(group, settings, everyone)
         jobs = job_group.newest
     if status is not None:
         jobs = (job for job in jobs if job.status == status)
@@ -329,9 +328,7 @@ def report_path(job_ids: Sequence[str]) -> Path:
 
 def jobs_with_curves(reference: str, settings: Settings) -> tuple[str, ...]:
     """The ids of the jobs of a sweep. Raises ServiceError if it has none, or is a search."""
-    from sm_nanogpt.launcher.groups.find import find_group
-
-    group = find_group(reference, settings)
+    group = group_of(reference, settings)
     if group.is_search:
         shows = command("try", "log", group.id)
         raise ServiceError(
@@ -402,11 +399,10 @@ def stop_command(job_id: str | None, group: str | None, yes: bool) -> None:
 
 def stop_jobs_of(reference: str, settings: Settings, yes: bool) -> None:
     """Stop the jobs of a sweep or of a search, and say how it continues."""
-    from sm_nanogpt.launcher.groups.find import find_group
     from sm_nanogpt.launcher.groups.stop import stop_group
     from sm_nanogpt.launcher.tracking import TrackedJob
 
-    group = find_group(reference, settings)
+    group = group_of(reference, settings)
     if not group.tries:  # a sweep: find_group finds a search by its jobs
         raise ServiceError(f"sweep {group.id} has no job yet: press Ctrl-C where `launch` runs it")
     if group.is_search:

@@ -1,8 +1,9 @@
-"""Run a sweep for `launch --sweep`, and print the ranking for `jobs --group`."""
+"""Run a sweep for `launch --sweep`; find the group of `--group`, and print its ranking."""
 
 from __future__ import annotations
 
 import math
+import shlex
 from typing import TYPE_CHECKING
 
 import click
@@ -10,7 +11,7 @@ import click
 from sm_nanogpt.launcher.cli.options import agree_to_cost
 from sm_nanogpt.launcher.cli.remedies import command, reason_of, sentence
 from sm_nanogpt.launcher.cli.show import next_step, note, print_table
-from sm_nanogpt.launcher.errors import ServiceError, joined
+from sm_nanogpt.launcher.errors import InputError, ServiceError, joined
 from sm_nanogpt.launcher.values import counted
 
 if TYPE_CHECKING:
@@ -20,6 +21,27 @@ if TYPE_CHECKING:
     from sm_nanogpt.launcher.groups.ranking import Rank
     from sm_nanogpt.launcher.groups.run import Event
     from sm_nanogpt.launcher.groups.sweep import Sweep
+    from sm_nanogpt.launcher.settings import Settings
+
+
+def group_of(reference: str, settings: Settings, everyone: bool = False) -> JobGroup:
+    """Find the group that a user typed as `--group`, as find_group does.
+
+    Raises InputError if it is a search of this machine that has no jobs.
+    """
+    from sm_nanogpt.launcher.groups.find import find_group
+    from sm_nanogpt.launcher.trying.history import search_names
+
+    try:
+        return find_group(reference, settings, everyone)
+    except InputError:
+        if reference not in search_names(settings):
+            raise
+    directory = shlex.quote(str(settings.home / "tries" / reference))
+    contents = "is a search without jobs: a ledger of runs and verdicts, and texts"
+    lists = f"`{command('try', 'log', reference)}` lists its tries"
+    deletes = f"to delete it, `rm -r {directory}` while no command uses it"
+    raise InputError(f"{reference} {contents}; {lists}; {deletes}")
 
 
 def run_sweep(plan: SweepPlan, yes: bool) -> None:

@@ -345,6 +345,14 @@ def test_the_log_lists_each_try(started, tmp_path):
     assert [entry["note"] for entry in entries] == notes
 
 
+@pytest.mark.parametrize("command", ["delete", "stop", "jobs", "report"])
+def test_a_search_without_jobs_is_named_as_one(command, started, home):
+    directory = home / "tries" / "plays"
+    ran = started(command, "--group", "plays")
+    assert ran.failed(2, "plays is a search without jobs", f"`rm -r {directory}`")
+    assert opened(home).ledger.of("base")
+
+
 def test_a_try_says_how_many_runs_it_takes_and_how_long(started, tmp_path):
     """Of 10 seconds each, two at a time, and 3 before the judge."""
     ran = started("try", "run", folder(tmp_path / "a", 0.05), "--group", "plays")
