@@ -59,7 +59,10 @@ class RunProgress:
         now = time.monotonic()
         if now - self.last_log_time > PROGRESS_SECONDS:
             passed = duration(now - self.start_time)
-            logger.info(f"{self.n_ended} of {self.n_runs} runs have ended after {passed}")
+            line = f"{self.n_ended} of {self.n_runs} runs have ended after {passed}"
+            if self.n_ended == 0 and self.at_once < self.n_runs:
+                line += f"; the first {self.at_once} will show the time left"
+            logger.info(line)
 
     def note_made(self) -> None:
         """Note that a run was made, and will be judged now."""

@@ -75,6 +75,8 @@ def begin_search(
     job = draft.job
     config = job.config()
     text = draft.texts["data"]
+    if request.data is None:
+        logger.info(f"text: {text.short_name} (the last upload)")
     if not draft.backend.is_remote:
         check_unreadable(text)
     n_tokens = check_text(text, min_judge_tokens=max(MIN_JUDGE_TOKENS, config.block_size + 1))

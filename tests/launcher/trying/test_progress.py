@@ -72,7 +72,7 @@ def test_runs_that_go_on_say_how_long(clock, caplog):
     clock.now += 31
     progress.note_time()
     assert caplog.messages == [
-        "0 of 8 runs have ended after 0:00:31",
+        "0 of 8 runs have ended after 0:00:31; the first 2 will show the time left",
         "2 of 8 runs, time left 0:02:00",
         "2 of 8 runs have ended after 0:01:11",
     ]
@@ -81,7 +81,7 @@ def test_runs_that_go_on_say_how_long(clock, caplog):
 def test_the_time_is_logged_while_runs_go_on(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("sm_nanogpt.launcher.trying.progress.PROGRESS_SECONDS", 0.01)
-    progress = RunProgress(8, 2)
+    progress = RunProgress(8, 16)
     with progress.watched():
         launching.until(lambda: len(caplog.messages) > 1)
     assert "0 of 8 runs have ended after 0:00:00" in caplog.messages

@@ -575,6 +575,14 @@ def test_a_base_that_does_not_train_leaves_no_name_taken(
     assert "goes on with 1 run" in cli(command).good.err
 
 
+def test_a_search_of_the_last_upload_says_so_first(cli, short_text_file, trained):
+    name = cli("upload-data", short_text_file).good.out.strip().rpartition("/")[2]
+    ran = cli("try", "start", "plays").good
+    assert ran.err.splitlines()[0] == f"text: {name} (the last upload)"
+    ran = cli("try", "start", "others", "--text", short_text_file).good
+    assert "the last upload" not in ran.err
+
+
 def test_a_search_takes_text_whose_length_is_known(cli, home, tmp_path, trained):
     chats = [
         {"messages": [{"role": role, "content": f"{n}"} for role in ("user", "assistant")]}
