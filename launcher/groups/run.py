@@ -21,6 +21,7 @@ from sm_nanogpt.launcher.groups.plan import SweepPlan
 from sm_nanogpt.launcher.groups.stop import lock_sweep, may_run, stop_mark, write_mark
 from sm_nanogpt.launcher.groups.sweep import Sweep
 from sm_nanogpt.launcher.launching.launch import Plan
+from sm_nanogpt.launcher.launching.names import name_reserved
 from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.source import keep_source
@@ -74,7 +75,9 @@ def begin_sweep(plan: SweepPlan) -> Iterator[Event]:
     if first is not None:
         first.upload()  # for all jobs, which read the same
         plan.sweep = with_uploaded_inputs(plan.sweep, first)
-    plan.ledger.record(plan.sweep)
+    new_name = plan.sweep.job.name if plan.ledger.sweep is None else None
+    with name_reserved(new_name, plan.settings):
+        plan.ledger.record(plan.sweep)
     return SweepRun(plan).events()
 
 
@@ -193,9 +196,9 @@ class GroupRun:
         self.ledger.reserve(plan.job_id, amount, number=number)
 
     def send(self, plan: Plan) -> None:
-        """Submit a job whose texts were uploaded."""
+        """Submit a job whose texts were uploaded. Its name was checked when the group began."""
         plan.backend.parallel = self.parallel
-        replace(plan, channels={}).submit(confirmed=True)
+        replace(plan, channels={}, new_name=None).submit(confirmed=True)
 
     # -- end --------------------------------------------------------------------------------------
 

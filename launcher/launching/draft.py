@@ -19,7 +19,7 @@ from sm_nanogpt.launcher.launching.forecasts import (
     expected_of,
     forecast_rows,
 )
-from sm_nanogpt.launcher.launching.names import recorded_group
+from sm_nanogpt.launcher.launching.names import check_name_here, name_taken_error
 from sm_nanogpt.launcher.launching.resume import (
     EarlierJob,
     check_reach,
@@ -90,8 +90,15 @@ class Draft:
 
     def check_name(self) -> None:
         """Raise InputError if a job that this one does not resume has the name."""
-        if self.earlier is None or self.request.name != self.earlier.job.name:
+        if self.new_name is not None:
             check_name(self.request, self.settings)
+
+    @property
+    def new_name(self) -> str | None:
+        """The name of the job; None if it has none, or that of the job that it resumes."""
+        if self.earlier is not None and self.request.name == self.earlier.job.name:
+            return None
+        return self.request.name
 
     def choose_backend(self) -> None:
         """Choose where the job runs, and take the store and other defaults from its settings."""
@@ -268,22 +275,14 @@ def check_name(request: Request, settings: Settings) -> None:
     """Raise InputError if a job of the caller, or a sweep of this machine, has the name."""
     if request.name is None:
         return
+    check_name_here(request.name, settings)
     is_remote = request.backend_class.is_remote
-    id_with_name = recorded_group(request.name, settings)
+    if not (is_remote or remote_launches(settings)):
+        return
     listing = Listing(settings, name=request.name)
-    if id_with_name is None:
-        asks_remote = is_remote or remote_launches(settings)
-        jobs = iter(listing) if asks_remote else listing.of_this_machine()
-        job = next(jobs, None)
-        id_with_name = job.job_id if job is not None else None
-    if id_with_name is not None:
-        raise InputError(
-            f"{id_with_name} has this name",
-            code="name-taken",
-            field="name",
-            value=request.name,
-            name=request.name,
-        )
+    job = next(iter(listing), None)
+    if job is not None:
+        raise name_taken_error(request.name, job.job_id)
     if listing.failure is not None:
         if is_remote and not isinstance(listing.failure, Offline):
             raise listing.failure

@@ -16,6 +16,7 @@ from sm_nanogpt.launcher.files import storage
 from sm_nanogpt.launcher.files.progress import byte_progress
 from sm_nanogpt.launcher.job import Request, TrainingJob
 from sm_nanogpt.launcher.launching.draft import Draft, fill
+from sm_nanogpt.launcher.launching.names import name_reserved
 from sm_nanogpt.launcher.launching.resume import EarlierJob, check_resumable
 from sm_nanogpt.launcher.launching.texts import (
     check_readings,
@@ -41,7 +42,7 @@ class Plan:
     is what the job costs if it runs to its time limit, in USD: 0 on this machine, and infinite if
     its price is unknown. ceiling is the most that it may cost, in USD. placement is what the
     backend decided. The settings of backend have the store and role of the job. channels are by the
-    job's fields.
+    job's fields. new_name is the job's name, unless it is that of the job that it resumes.
     """
 
     job_id: str
@@ -53,6 +54,7 @@ class Plan:
     channels: Mapping[str, Channel] = field(repr=False)
     backend: Backend = field(repr=False)
     settings: Settings = field(repr=False)
+    new_name: str | None = field(default=None, repr=False)
     submitted: bool = field(default=False, repr=False)
 
     @property
@@ -78,7 +80,8 @@ class Plan:
 
         If this is interrupted, the job may still run, and cost money: `library.job` finds it.
         Raises Unconfirmed if the job may cost more than the setting ask_above, or its price is
-        unknown, unless it is confirmed, or max_cost was chosen for it or in the settings.
+        unknown, unless it is confirmed, or max_cost was chosen for it or in the settings; and
+        InputError if another launch here has taken the name since the plan was made.
         """
         if self.submitted:  # a second time would overwrite the files of the job that runs
             raise InputError(f"the plan of job {self.job_id} was submitted before; make another")
@@ -90,8 +93,10 @@ class Plan:
         with storage.errors_about(str(self.backend.settings.home)):
             # The models of the job need its folder, and so do the jobs that resume it.
             keep_source(self.job.source, self.backend.settings)
-        self.submitted = True
-        self.backend.submit(self.job_id, self.job, self.placement, self.request)
+        new_name = None if self.backend.is_remote else self.new_name
+        with name_reserved(new_name, self.settings):
+            self.submitted = True
+            self.backend.submit(self.job_id, self.job, self.placement, self.request)
         return TrackedJob(self.job_id, self.settings)
 
 
@@ -132,6 +137,7 @@ def prepare(
         channels=channels,
         backend=backend,
         settings=settings,
+        new_name=draft.new_name,
     )
 
 

@@ -1,4 +1,4 @@
-"""The ids and names of sweeps and of their jobs, which no other job may have.
+"""The ids and names of sweeps and of jobs, of which no other job may have one.
 
 The id of a sweep, GROUP, is like that of a job. Its jobs are GROUP-1, GROUP-2, ..., and
 GROUP-1-try2 is the second try of GROUP-1. So the id of a job tells its sweep. The ledger of a sweep
@@ -8,13 +8,15 @@ is below HOME/sweeps of the machine that launched it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.errors import InputError, ServiceError
+from sm_nanogpt.launcher.files import locks
 from sm_nanogpt.launcher.files.ledger import Ledger
+from sm_nanogpt.launcher.finding import Listing
 from sm_nanogpt.launcher.settings import Settings
 
 MEMBER_ID = re.compile(r"(sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6})-(\d+)(?:-try(\d+))?")
@@ -55,6 +57,39 @@ def next_try(sweep_id: str, number: int, job_ids: Iterable[str]) -> Member:
         if member is not None and member.number == number:
             last_attempt = max(last_attempt, member.attempt)
     return Member(sweep_id, number, last_attempt + 1)
+
+
+@contextmanager
+def name_reserved(name: str | None, settings: Settings) -> Iterator[None]:
+    """Reserve a name while the body records a job or a sweep of this machine that has it.
+
+    Others that do so wait meanwhile. Raises InputError if a job or a sweep of this machine has the
+    name. None reserves nothing.
+    """
+    if name is None:
+        yield
+        return
+    settings.home.mkdir(parents=True, exist_ok=True)
+    with (settings.home / "names.lock").open("w") as file:
+        locks.lock(file)
+        check_name_here(name, settings)
+        yield
+
+
+def check_name_here(name: str, settings: Settings) -> None:
+    """Raise InputError if a job or a sweep of this machine has a name."""
+    id_with_name = recorded_group(name, settings)
+    if id_with_name is None:
+        job = next(Listing(settings, name=name).of_this_machine(), None)
+        id_with_name = job.job_id if job is not None else None
+    if id_with_name is not None:
+        raise name_taken_error(name, id_with_name)
+
+
+def name_taken_error(name: str, id_with_name: str) -> InputError:
+    return InputError(
+        f"{id_with_name} has this name", code="name-taken", field="name", value=name, name=name
+    )
 
 
 def ledger_path(group: str, settings: Settings) -> Path:

@@ -77,6 +77,7 @@ class Prepared:
     job_id: str
     backend: Fake
     channels: Mapping[str, Any] = field(default_factory=dict)
+    new_name: str | None = None
 
     def upload(self) -> None:
         pass

@@ -36,8 +36,8 @@ from sm_nanogpt.launcher.groups.sweep import (
     grid,
 )
 from sm_nanogpt.launcher.job import Request
-from sm_nanogpt.launcher.launching.launch import Plan
-from sm_nanogpt.launcher.launching.names import ledger_path
+from sm_nanogpt.launcher.launching.launch import Plan, prepare
+from sm_nanogpt.launcher.launching.names import ledger_path, recorded_groups
 from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.text import corpus
 
@@ -451,6 +451,21 @@ def test_a_name_means_one_job_or_one_sweep(job, recorded, cli, short_text_file):
         for arguments in ("", "--seeds 2"):
             ran = cli(LOCAL, "--data", short_text_file, "--name", name, arguments.split())
             assert ran.failed(2, f"--name {name}: ", owner)
+
+
+def test_a_name_taken_since_the_plan_is_refused(job, home, short_text_file):
+    settings = Settings(home=home)
+    request = Request(instance="local", data=str(short_text_file), name="grid")
+    job_plan = prepare(request, settings)
+    sweep_plan = plan.plan_sweep(request, settings, {"seed": [1, 2]}, seeds=1, parallel=1)
+    copy_job(job, "sm-nanogpt-20200101-000000-abcdef", name="grid")
+    jobs = sorted((home / "jobs").iterdir())
+    for start in (job_plan.submit, partial(run.begin_sweep, sweep_plan)):
+        with pytest.raises(InputError) as caught:
+            start()
+        assert caught.value.code == "name-taken"
+    assert sorted((home / "jobs").iterdir()) == jobs
+    assert not recorded_groups(settings)
 
 
 def test_a_sweep_without_a_job_has_no_report(home, cli):
