@@ -59,6 +59,15 @@ CLICK_PHRASES = {
     "in the range (.+)<=x<=": r"from \1 to ",
 }
 
+# What there is in place of an option that people try, by the command and the option. click would
+# suggest the option that is spelled most alike, or none.
+TRIED_OPTIONS = {
+    ("upload-data", "--name"): "An upload has the name of its first text",
+    ("fetch-and-sample", "--length"): "--max-new-tokens N sets the length",
+    ("fetch-and-sample", "--start"): "--prompt TEXT starts the text",
+    ("chat", "--length"): "--max-new-tokens N sets the length",
+}
+
 COMMANDS: dict[str, list[click.Command]] = {
     "Text and training": [
         upload.upload_data_command,
@@ -263,6 +272,9 @@ def usage_message(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     if context is None:
         return message
+    tried_option = (context.command.name, getattr(error, "option_name", ""))
+    if tried_option in TRIED_OPTIONS:
+        message = f"{error.message.rstrip('.')}. {TRIED_OPTIONS[tried_option]}"
     if context.command is launch.launch_command:
         if isinstance(error, click.NoSuchOption):
             message += " Hyperparameters need --set NAME=VALUE"

@@ -40,6 +40,21 @@ def test_a_text_behind_launch_is_told_where_it_goes(cli):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ("upload-data input.txt --name tale", "An upload has the name of its first text"),
+        ("sample latest --length 20", "--max-new-tokens N"),
+        ("chat latest --length 20", "--max-new-tokens N"),
+        ("fetch-and-sample latest --start ROMEO:", "--prompt TEXT"),
+    ],
+)
+def test_an_option_that_people_try_says_what_there_is(cli, arguments, hint):
+    ran = cli(arguments.split())
+    assert ran.failed(2, hint)
+    assert "Did you mean" not in ran.error  # --me is none of a name
+
+
+@pytest.mark.parametrize(
     ("argument", "option"),
     [("local", "--instance"), ("ml.g5.xlarge", "--instance"), ("quick", "--preset")],
 )
