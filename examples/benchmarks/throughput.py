@@ -10,14 +10,16 @@ fastest way then alternates with ours, and each ratio is that of two runs in a r
 data, forward, backward, optimizer and communication. On a GPU, the table also shows the share of
 its peak (MFU).
 
---beside measures ours alone on a CPU, beside so many programs that do nothing but compute: as
-shipped, with threads that stay awake while they wait for each other, and with fewer threads.
+--beside measures on a CPU, beside so many programs that do nothing but compute: ours as shipped,
+with threads that stay awake while they wait for each other, and with fewer threads; and nanoGPT,
+eager, with as many threads as there are cores and with one.
 """
 
 from __future__ import annotations
 
 import random
 import re
+import shutil
 import statistics
 import sys
 from argparse import Namespace
@@ -122,13 +124,16 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
 
 
 AWAKE = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "5000"}
+SHIPPED = "as shipped"
 
 
-def ways_to_wait() -> dict[str, dict[str, str]]:
-    """What the environment has in addition, by way: each number of threads is fixed but awake."""
-    ways: dict[str, dict[str, str]] = {"as shipped": {}}
+def ways_to_wait(ours: Training) -> dict[str, Training]:
+    """Ours as shipped, and with each fixed number of threads, which stay awake."""
+    ways = {SHIPPED: ours}
     for threads in sorted({1, measure.cores() // 2, measure.cores()} - {0}, reverse=True):
-        ways[f"{threads_text(threads)}, awake"] = {**AWAKE, "OMP_NUM_THREADS": str(threads)}
+        env = {**AWAKE, "OMP_NUM_THREADS": str(threads)}
+        process = replace(ours.process, env=env)
+        ways[f"{threads_text(threads)}, awake"] = replace(ours, process=process)
     return ways
 
 
@@ -139,12 +144,17 @@ def beside(
     shape: dict[str, Any],
     seconds: float,
 ) -> Report:
-    """Ours beside busy programs, in each way to wait."""
+    """Ours in each way to wait, and nanoGPT, beside busy programs."""
+    trainings = ways_to_wait(ours(args.text, scratch / "ours", options))
+    if args.nanogpt:
+        theirs = {**shape, "log_interval": 10, "eval_interval": NEVER, "eval_iters": 1}
+        theirs |= {"max_iters": NEVER, "out_dir": scratch / "out"}
+        for training in NanoGPT(args.nanogpt, args.text, scratch).variants(theirs):
+            if "thread" in training.name and "eager" in training.name:
+                trainings[training.name] = training
 
-    def pace_of(way: str, n_programs: int, index: int) -> Pace:
-        training = ours(args.text, scratch / f"{way}-{n_programs}-{index}", options)
-        env = ways_to_wait()[way]
-        training = replace(training, process=replace(training.process, env=env))
+    def pace_beside(training: Training, n_programs: int, index: int) -> Pace:
+        shutil.rmtree(scratch / "ours", ignore_errors=True)  # a run of ours would be resumed
         with ExitStack() as programs:
             for _ in range(n_programs):
                 programs.enter_context(measure.started(Process([sys.executable, "-c", BUSY])))
@@ -152,18 +162,18 @@ def beside(
 
     sides: dict[str, Callable[[int], Pace]] = {}
     for n_programs in args.beside:
-        for way in ways_to_wait():
-            sides[f"beside {n_programs}: {way}"] = partial(pace_of, way, n_programs)
+        for way, training in trainings.items():
+            sides[f"beside {n_programs}: {way}"] = partial(pace_beside, training, n_programs)
     paces = measure.alternate(args.rounds, sides)
 
     report = Report()
     for side, side_paces in paces.items():
         report.rows.append(row(side, side_paces, shape, None))
     for n_programs in args.beside:
-        shipped, *fixed = [f"beside {n_programs}: {way}" for way in ways_to_wait()]
-        for side in fixed:
+        shipped, *others = [f"beside {n_programs}: {way}" for way in trainings]
+        for side in others:
             ratio = measure.ratio(speeds(paces[shipped]), speeds(paces[side]))
-            report.findings[f"as shipped, against {side}"] = ratio
+            report.findings[f"{SHIPPED}, against {side}"] = ratio
     return report
 
 
