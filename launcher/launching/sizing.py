@@ -37,6 +37,9 @@ AUTO_READINGS = 12  # of a size over 1, up to LARGEST_MEASURED
 SHORT_READINGS = 24
 LARGEST_SHORT = 1.75
 AUTO_GENERATIONS = 2
+# For fewer tokens, a size that is chosen by their number alone loses up to 0.1 nats against the best
+# one (docs/sizes.md).
+SHORT_TEXT_TOKENS = 60_000
 FEW_STEPS = 10  # fewer steps hardly change the model that a run starts from
 
 
@@ -98,6 +101,9 @@ def with_chosen_size(request: Request, size: float, length: TextLength) -> Reque
     of_size = with_logged_size(request, size, length)
     if "generations" in request.hyperparameters or not may_take_generations(request, length):
         return of_size
+    if length.n_tokens < SHORT_TEXT_TOKENS:
+        problem = "the length of so short a text does not decide which size is best"
+        logger.info(f"size: {problem}", extra={"code": "measure-sizes"})
     return with_generations(of_size, size, length)
 
 

@@ -243,6 +243,16 @@ def test_auto_trains_two_generations_where_they_gain(instance, tokens, chats, ge
     assert ("one-generation" in codes) is (generations == 2)
 
 
+@pytest.mark.parametrize(
+    "tokens, chats, is_said", [(59_999, False, True), (60_000, False, False), (30_000, True, False)]
+)
+def test_a_short_text_is_said_to_need_a_measured_size(tokens, chats, is_said, caplog):
+    caplog.set_level("INFO")
+    sizing.sized(job("local", "auto"), text(tokens, chats))
+    codes = {getattr(record, "code", "") for record in caplog.records}
+    assert ("measure-sizes" in codes) is is_said
+
+
 @pytest.mark.parametrize("values, expected", [({"generations": 1}, 1), ({"max_steps": 500}, None)])
 def test_auto_leaves_generations_to_the_user(values, expected):
     sized = sizing.sized(job("local", "auto", **values), text(54_000))
