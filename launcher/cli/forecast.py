@@ -81,6 +81,7 @@ def print_lowest(result: Forecast, max_cost: float | None) -> None:
 def note_next(typed: dict[str, Any], row: Row) -> None:
     """Print the command of a job of the size of a row, and the time that it takes."""
     from sm_nanogpt.launcher.instances import types_of
+    from sm_nanogpt.launcher.launching.forecasts import in_two_generations
     from sm_nanogpt.launcher.launching.sizing import gains_by_generations
 
     fields = next_request(typed, row)
@@ -88,7 +89,9 @@ def note_next(typed: dict[str, Any], row: Row) -> None:
     seconds = row.seconds.get(name)
     time = "unknown" if seconds is None else f"about {duration(seconds)}"
     if gains_by_generations(row.size, row.readings):
-        note("note: with `--set generations=2` its loss is lower still, in 2.25 times the time")
+        expected = in_two_generations(row.expected, row.readings)
+        loss = f"about {expected.loss:.3f} ({expected.low:.3f} to {expected.high:.3f})"
+        note(f"note: with `--set generations=2` its loss is {loss}, in 2.25 times the time")
     note(f"time: {time} on {name}")
     note(f"next: {command('launch', *launch_options(fields))}")
 

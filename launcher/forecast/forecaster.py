@@ -39,6 +39,7 @@ from sm_nanogpt.launcher.forecast.times import InstanceType
 from sm_nanogpt.launcher.job import Expected
 from sm_nanogpt.launcher.launching.forecasts import (
     MIN_TRAINING_TOKENS,
+    Z_80,
     Change,
     Forecast,
     ForecastLedger,
@@ -51,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 TABLE_SIZES = (1.0, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
 MAX_COMPUTE_RATIO = 40  # times that of all pilots; for larger runs nothing is forecast
-Z_80 = 1.2816  # standard deviations to either side of the mean hold 80 %
 
 
 class Forecaster:

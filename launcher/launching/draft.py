@@ -18,6 +18,7 @@ from sm_nanogpt.launcher.launching.forecasts import (
     Row,
     expected_of,
     forecast_rows,
+    in_two_generations,
 )
 from sm_nanogpt.launcher.launching.names import check_name_here, name_taken_error
 from sm_nanogpt.launcher.launching.resume import (
@@ -210,20 +211,29 @@ class Draft:
                 logger.info("no loss is forecast for a run that differs from that of its size")
             return None
         rows = forecast_rows(self.job, self.texts, self.backend.settings)
-        expected = expected_of(self.job.size or 0, rows)
+        expected = self.expected_of_size(self.job.size or 0, rows)
         if has_page_limit:
             self.log_forecast(expected, rows)
-        return expected if self.n_generations == 1 else None
+        return expected
+
+    def expected_of_size(self, size: float, rows: list[Row]) -> Expected | None:
+        """The loss of a size in as many generations as the job has, by the rows of a forecast."""
+        expected = expected_of(size, rows)
+        if expected is None or self.n_generations == 1:
+            return expected
+        if self.n_generations > 2:  # not measured
+            return None
+        length = sizing.text_length(self.job, self.texts)
+        values = hyperparameters_of_size(self.job, size, length)
+        n_read = values["max_steps"] * values["batch_size"] * values["block_size"]
+        return in_two_generations(expected, n_read / length.n_tokens)
 
     @property
     def n_generations(self) -> int:
         return int(self.job.hyperparameters.get("generations", 1))
 
     def log_forecast(self, expected: Expected | None, rows: list[Row]) -> None:
-        """Log the loss that is forecast, and that for a page with twice the bytes.
-
-        Both are for one generation.
-        """
+        """Log the loss that is forecast, and that for a page with twice the bytes."""
         if not rows:
             length = sizing.text_length(self.job, self.texts)
             if length.n_tokens < MIN_TRAINING_TOKENS:
@@ -239,15 +249,13 @@ class Draft:
             return
         assert self.twice_fit is not None
         twice_size = self.twice_fit.size
-        twice_expected = expected_of(twice_size, rows)
+        twice_expected = self.expected_of_size(twice_size, rows)
         if twice_size == self.job.size:
             comparison = "twice the file gives nothing more"
         elif twice_expected is None:
             comparison = f"twice the file is size {twice_size:g}, for which nothing is forecast"
         else:
             comparison = f"twice the file, size {twice_size:g}: {twice_expected.loss:.3f}"
-        if self.n_generations > 1:
-            comparison += "; that is for one generation, and two lose less"
         logger.info(f"forecast: loss {expected}; {comparison}")
 
 
@@ -329,11 +337,17 @@ def is_run_of_size(job: TrainingJob, texts: Texts) -> bool:
     """
     if job.size is None or job.teacher is not None:
         return False
-    length = sizing.text_length(job, texts)
-    with job.source.user_errors():
-        sizes = job.source.module("sizes")
-        of_size = sizes.hyperparameters_for_size(job.size, length.n_tokens, length.is_of_chats)
+    of_size = hyperparameters_of_size(job, job.size, sizing.text_length(job, texts))
     values = dict(job.hyperparameters)
     for name in ("seed", "generations"):
         values.pop(name, None)
     return bool(values == of_size)
+
+
+def hyperparameters_of_size(
+    job: TrainingJob, size: float, length: sizing.TextLength
+) -> dict[str, Any]:
+    """The hyperparameters of a size for a text, in one process, by the training folder of a job."""
+    with job.source.user_errors():
+        sizes = job.source.module("sizes")
+        return dict(sizes.hyperparameters_for_size(size, length.n_tokens, length.is_of_chats))

@@ -37,8 +37,8 @@ AUTO_READINGS = 12  # of a size over 1, up to LARGEST_MEASURED
 SHORT_READINGS = 24
 LARGEST_SHORT = 1.75
 AUTO_GENERATIONS = 2
-# For fewer tokens, a size that is chosen by their number alone loses up to 0.1 nats against the best
-# one (docs/sizes.md).
+# For fewer tokens, a size that is chosen by their number alone may lose 0.05 nats against the best
+# size (docs/sizes.md).
 SHORT_TEXT_TOKENS = 60_000
 FEW_STEPS = 10  # fewer steps hardly change the model that a run starts from
 

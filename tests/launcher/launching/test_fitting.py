@@ -17,7 +17,7 @@ from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.launcher.job import COMMON_FIELDS, Expected, Request
 from sm_nanogpt.launcher.launching import sizing
 from sm_nanogpt.launcher.launching.fitting import EMPTY_PAGE, fit_sizes
-from sm_nanogpt.launcher.launching.forecasts import Row, expected_of
+from sm_nanogpt.launcher.launching.forecasts import Row, expected_of, in_two_generations
 from sm_nanogpt.launcher.launching.launch import prepare
 from sm_nanogpt.launcher.models.quantization import quantize_model
 from sm_nanogpt.launcher.text.channels import Channel
@@ -214,16 +214,28 @@ def test_a_dry_run_has_the_time_of_the_forecast(cli, text_file, monkeypatch):
     assert "by the forecast" not in cli(launch, "--set", "max_steps=7").good.err
 
 
-def test_a_forecast_of_one_generation_is_named_as_such(rehearse, short_text_file, monkeypatch):
+def test_a_job_of_two_generations_is_forecast_to_lose_less(home, short_text_file, monkeypatch):
     from sm_nanogpt.launcher.launching import draft
 
     monkeypatch.setattr(draft, "forecast_rows", lambda *_: rows(2.0, 1.5, 1.1))
-    launch = ["--instance", "ml.g5.xlarge", "--data", short_text_file, "--fit", "1MB"]
-    two = rehearse(launch).good.err
-    assert "; that is for one generation, and two lose less" in two
-    one = rehearse(launch, "--set", "generations=1").good.err
-    assert "forecast: loss" in one
-    assert "for one generation" not in one
+
+    def expected(generations: int) -> Expected | None:
+        values = {"generations": generations}
+        job_request = request(data=str(short_text_file), size=1.5, hyperparameters=values)
+        return prepare(job_request, settings_of(home)).job.expected
+
+    one, two = expected(1), expected(2)
+    assert one is not None and two is not None
+    assert two.loss < one.loss
+    assert expected(3) is None  # not measured
+
+
+def test_two_generations_gain_more_by_more_readings():
+    one = Expected(loss=2.0, low=1.9, high=2.1)
+    few, many = (in_two_generations(one, readings) for readings in (4, 16))
+    assert many.loss < few.loss < one.loss
+    assert many.high / many.low > one.high / one.low  # two runs are less certain than one
+    assert not in_two_generations(one.model_copy(update={"measured": True}), 4).measured
 
 
 def test_a_job_remembers_what_its_page_may_have(home, short_text_file):
