@@ -335,7 +335,13 @@ class SageMakerBackend(Backend):
             logger.info(problem, extra={"code": "in-another-region", "region": later.region})
 
     def stop(self, job_id: str) -> None:
-        self.account.client("sagemaker").stop_training_job(TrainingJobName=job_id)
+        try:
+            self.account.client("sagemaker").stop_training_job(TrainingJobName=job_id)
+        except ServiceError:
+            raw = self.account.find_raw(job_id)
+            if raw is None or raw["TrainingJobStatus"] in RUNNING:
+                raise
+            # It ended since the caller looked, and SageMaker refuses to stop it.
 
     def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
         """Read the log while the job runs, as files arrive late; after its end, read the file."""

@@ -12,11 +12,13 @@ from unittest.mock import Mock
 
 import pytest
 from access import ACCOUNT
+from launching import until
 from sagemaker_jobs import LAUNCH
 
 from sm_nanogpt import jobs
 from sm_nanogpt.launcher.files.storage import local_path
 from sm_nanogpt.launcher.sagemaker.account import Account
+from sm_nanogpt.launcher.sagemaker.backend import SageMakerBackend
 from sm_nanogpt.launcher.sagemaker.description import is_our_job
 from sm_nanogpt.launcher.settings import load_settings
 from sm_nanogpt.launcher.source import Source
@@ -189,6 +191,13 @@ def test_stop_waits_and_names_the_checkpoint(cloud, s3, cli, launch):
     assert f"--resume {job_id}" in ran.err
     assert "checkpoint of step 10" in ran.err
     assert cli("stop", job_id).failed(1, "already ended: Stopped")
+
+
+def test_a_job_that_ends_before_it_is_stopped_is_no_error(cloud, launch):
+    job_id = launch()
+    cloud.sagemaker.jobs[job_id].stop()
+    until(lambda: cloud.sagemaker.jobs[job_id].status == "Stopped")
+    SageMakerBackend(load_settings()).stop(job_id)
 
 
 def test_jobs_lists_all_our_jobs_on_sagemaker_and_here(cloud, cli, job, launch):
