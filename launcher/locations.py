@@ -40,7 +40,7 @@ def location_problem(location: str) -> str:
     if scheme == "s3":
         # Buckets from before 2018 may have capitals and underscores.
         if not re.match(r"//[A-Za-z0-9][A-Za-z0-9._-]{2,254}(/|$)", path):
-            return "names no bucket; use s3://bucket/prefix"
+            return "names no bucket, which has three characters or more; use s3://bucket/prefix"
         if "//" in path[2:]:  # a valid key, but SageMaker cannot read it
             return "has an empty part, //, which SageMaker cannot read"
         return ""

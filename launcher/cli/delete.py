@@ -176,6 +176,21 @@ def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, ye
             click.echo(fetch(files.job, settings))
         TrackedJob(job_id, settings).remove(files.sizes)
         note(f"deleted {job_id}: {in_units(files.size)}")
+    for name in {files.job.name for files in files_of.values() if files.job.name}:
+        note_next_of_name(name, settings)
+
+
+def note_next_of_name(name: str, settings: Settings) -> None:
+    """Print which job of this machine a name means, after the newest job that had it was deleted.
+
+    A resumed job and the job that it resumes have one name.
+    """
+    from sm_nanogpt.launcher.finding import Listing
+
+    job = next(Listing(settings, name=name).of_this_machine(), None)
+    if job is not None:
+        deletion = command("delete", job.job_id)
+        note(f"{name} now means {job.job_id}; `{deletion}` deletes that too")
 
 
 def note_files(files: JobFiles, settings: Settings) -> None:

@@ -54,7 +54,8 @@ REMEDIES: dict[str, str] = {
     "measure-sizes": "`--sweep size=1,1.25,1.5,1.75 --set generations=2`, in place of an automatic"
     " size, measures four",
     "bits-over-limit": "--bits 4 writes it all the same",
-    "forecast-first": "`{sm} launch --forecast --data {data}` makes a forecast in two minutes",
+    "forecast-first": "`{sm} launch --forecast --data {data}` makes a forecast, in about two"
+    " minutes if nothing else runs here",
     "fitting-size": "use more text, or --preset auto, which fits the model to the text",
     "more-text": "use more text",
     "sdk-differs": "install the version in constraints.txt, or uninstall the package `sagemaker`",

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs import copy_job, jobs_in
 from launching import tree
 
 from sm_nanogpt import Request, Settings
@@ -35,6 +36,14 @@ def test_keep_model_fetches_it_first(job, cli):
     assert cli("status", job.job_id).failed(1, f"; its model is in {ran.out.strip()}")
     sampled = cli("sample", job.job_id, "--max-new-tokens", "1").good
     assert f"model: {ran.out.strip()}\n" in sampled.err
+
+
+def test_delete_says_what_the_name_of_a_resumed_job_means_now(job, cli):
+    earlier = copy_job(job, "sm-nanogpt-20200101-000000-abcdef", name="plays")
+    later = copy_job(job, "sm-nanogpt-20200102-000000-abcdef", name="plays", resume=earlier)
+    assert f"delete {earlier}`" in cli("delete", "plays", "--yes").good.err
+    assert later not in jobs_in(job.home)
+    assert "means" not in cli("delete", "plays", "--yes").good.err
 
 
 def test_delete_of_a_sweep_takes_all_tries_and_its_record(job, home, cli):
