@@ -89,7 +89,8 @@ class Comparison:
         if len(looks) > 1:
             n_pairs = f"{looks[0]} to {max_pairs}"
         fresh_pairs = f"if it looks better up to {max_pairs} of fresh ones"
-        return f"{n_pairs} pairs of shared seeds, and {fresh_pairs}: about {shortest} to {longest}"
+        time = f"about {shortest} to {longest} if nothing else uses the cores"
+        return f"{n_pairs} pairs of shared seeds, and {fresh_pairs}: {time}"
 
     def count_missing_runs(self, n_pairs: int) -> int:
         """The number of runs that are still to be made for n_pairs of shared seeds."""
