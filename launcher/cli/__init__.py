@@ -62,7 +62,7 @@ CLICK_PHRASES = {
 # What there is in place of an option that people try, by the command and the option. click would
 # suggest the option that is spelled most alike, or none.
 TRIED_OPTIONS = {
-    ("upload-data", "--name"): "An upload has the name of its first text",
+    ("upload-data", "--name"): "An upload has the name of its first text: rename the file",
     ("fetch-and-sample", "--length"): "--max-new-tokens N sets the length",
     ("fetch-and-sample", "--start"): "--prompt TEXT starts the text",
     ("chat", "--length"): "--max-new-tokens N sets the length",
@@ -279,11 +279,11 @@ def usage_message(error: click.ClickException) -> str:
         if isinstance(error, click.NoSuchOption):
             message += " Hyperparameters need --set NAME=VALUE"
         elif "unexpected extra argument" in message:
-            message += f". {option_instead(message)}"
+            message += f". {advice_on_argument(message)}"
     return joined(message.rstrip("."), f"`{context.command_path} --help` shows what there is")
 
 
-def option_instead(message: str) -> str:
+def advice_on_argument(message: str) -> str:
     """How to give `launch` the argument that click did not expect: an instance, a preset, or else a
     text.
 

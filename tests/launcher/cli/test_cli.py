@@ -42,7 +42,7 @@ def test_a_text_behind_launch_is_told_where_it_goes(cli):
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        ("upload-data input.txt --name tale", "An upload has the name of its first text"),
+        ("upload-data input.txt --name tale", "the name of its first text: rename the file"),
         ("sample latest --length 20", "--max-new-tokens N"),
         ("chat latest --length 20", "--max-new-tokens N"),
         ("fetch-and-sample latest --start ROMEO:", "--prompt TEXT"),
