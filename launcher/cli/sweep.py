@@ -27,15 +27,17 @@ if TYPE_CHECKING:
 def group_of(reference: str, settings: Settings, everyone: bool = False) -> JobGroup:
     """Find the group that a user typed as `--group`, as find_group does.
 
-    Raises InputError if it is a search of this machine that has no jobs.
+    Raises InputError if it is a search of this machine that has no jobs. If the jobs could not be
+    listed, that error is raised: the search may have some.
     """
     from sm_nanogpt.launcher.groups.find import find_group
     from sm_nanogpt.launcher.trying.history import search_names
 
     try:
         return find_group(reference, settings, everyone)
-    except InputError:
-        if reference not in search_names(settings):
+    except InputError as error:
+        is_no_sweep = error.code in ("no-such-sweep", "no-sweeps-yet")
+        if not is_no_sweep or reference not in search_names(settings):
             raise
     directory = shlex.quote(str(settings.home / "tries" / reference))
     contents = "is a search without jobs: a ledger of runs and verdicts, and texts"

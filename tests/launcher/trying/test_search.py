@@ -353,6 +353,15 @@ def test_a_search_without_jobs_is_named_as_one(command, started, home):
     assert opened(home).ledger.of("base")
 
 
+@pytest.mark.parametrize("command", ["delete", "stop", "jobs", "report"])
+def test_a_search_whose_jobs_are_not_listed_may_have_some(command, started, monkeypatch):
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_PROFILE", "nosuch")
+    ran = started(command, "--group", "plays")
+    assert ran.failed(2, "jobs on SageMaker are not listed", "nosuch")
+    assert "without jobs" not in ran.err
+
+
 def test_a_try_says_how_many_runs_it_takes_and_how_long(started, tmp_path):
     """Of 10 seconds each, two at a time, and 3 before the judge."""
     ran = started("try", "run", folder(tmp_path / "a", 0.05), "--group", "plays")
