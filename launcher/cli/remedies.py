@@ -51,8 +51,8 @@ REMEDIES: dict[str, str] = {
     " s3://bucket/prefix",
     "fewer-steps": "use more text, or --set max_steps={steps} to read it {n} times",
     "one-generation": "`--set generations=1` trains one",
-    "measure-sizes": "`--sweep size=1,1.25,1.5,1.75 --set generations=2`, in place of an automatic"
-    " size, measures four",
+    "measure-sizes": "`--sweep size=1,1.25,1.5,1.75 --set generations=2` in place of `--preset"
+    " auto` measures four",
     "bits-over-limit": "--bits 4 writes it all the same",
     "forecast-first": "`{sm} launch --forecast --data {data}` makes a forecast, in about two"
     " minutes if nothing else runs here",

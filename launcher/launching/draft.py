@@ -30,7 +30,7 @@ from sm_nanogpt.launcher.launching.resume import (
     with_known_hyperparameters,
 )
 from sm_nanogpt.launcher.launching.summary import summary_of, summary_of_resumed
-from sm_nanogpt.launcher.launching.texts import find_texts
+from sm_nanogpt.launcher.launching.texts import find_texts, readings_of
 from sm_nanogpt.launcher.settings import Settings
 from sm_nanogpt.launcher.text.channels import Texts
 from sm_nanogpt.launcher.text.store import named_by
@@ -217,7 +217,11 @@ class Draft:
         return expected
 
     def expected_of_size(self, size: float, rows: list[Row]) -> Expected | None:
-        """The loss of a size in as many generations as the job has, by the rows of a forecast."""
+        """The loss of a size in as many generations as the job has, by the rows of a forecast.
+
+        None if it is not known. A size other than the job's gets one generation if two are not
+        known to gain, as a launch of that size does.
+        """
         expected = expected_of(size, rows)
         if expected is None or self.n_generations == 1:
             return expected
@@ -225,8 +229,11 @@ class Draft:
             return None
         length = sizing.text_length(self.job, self.texts)
         values = hyperparameters_of_size(self.job, size, length)
-        n_read = values["max_steps"] * values["batch_size"] * values["block_size"]
-        return in_two_generations(expected, n_read / length.n_tokens)
+        run_of_size = self.job.model_copy(update={"hyperparameters": values})
+        readings = readings_of(run_of_size.config(), length.n_tokens)
+        if sizing.gains_by_generations(size, readings):
+            return in_two_generations(expected, readings)
+        return None if size == self.job.size else expected
 
     @property
     def n_generations(self) -> int:

@@ -24,8 +24,8 @@ from sm_nanogpt.launcher.text.channels import Texts
 logger = logging.getLogger(__name__)
 
 MIN_TRAINING_TOKENS = 18_000  # nine tenths of a text of 20,000; pilots learn too little of fewer
-# By how much the log loss of two generations is below that of one run, if each reads the text N
-# times: a line through 81 pairs on 22 texts, and how far these are from it (docs/generations.md).
+# By how much the log loss of two generations is below that of one run: a line over the readings of
+# each, through 81 pairs on 22 texts, and their deviation from it (docs/generations.md).
 GAIN_OF_GENERATIONS = 0.012
 GAIN_PER_READING = 0.003
 DEVIATION_OF_GAIN = 0.017

@@ -606,7 +606,7 @@ def test_the_next_command_names_the_upload_that_a_part_meant(cli, lawful, text_h
 def test_a_forecast_names_generations_where_they_gain(cli, lawful, text_here, monkeypatch, gains):
     monkeypatch.setattr(sizing, "gains_by_generations", lambda size, readings: gains)
     ran = cli("launch", "--forecast", "--data", text_here).good
-    assert ("--set generations=2" in ran.err) is gains
+    assert ("--set generations=2` its loss is about " in ran.err) is gains
 
 
 def test_a_ceiling_counts_on_the_types_that_are_known(cli, lawful, text_here, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 from typing import Any
 
@@ -228,6 +229,31 @@ def test_a_job_of_two_generations_is_forecast_to_lose_less(home, short_text_file
     assert one is not None and two is not None
     assert two.loss < one.loss
     assert expected(3) is None  # not measured
+
+
+def test_a_fitted_job_of_two_generations_is_forecast_as_two(rehearse, short_text_file, monkeypatch):
+    from sm_nanogpt.launcher.launching import draft
+
+    monkeypatch.setattr(draft, "forecast_rows", lambda *_: rows(2.0, 1.5, 1.1))
+    launch = ["--instance", "ml.g5.xlarge", "--data", short_text_file, "--fit", "1MB"]
+    losses = []
+    for options in (["--set", "generations=1"], []):
+        err = rehearse(launch, *options).good.err
+        match = re.search(r"forecast: loss (\d\.\d+)", err)
+        assert match is not None
+        losses.append(float(match[1]))
+    one, two = losses
+    assert two < one
+
+
+def test_two_generations_that_were_not_measured_have_no_forecast(home, text_file, monkeypatch):
+    """Of a text that each reads less than four times."""
+    from sm_nanogpt.launcher.launching import draft
+
+    monkeypatch.setattr(draft, "forecast_rows", lambda *_: rows(2.0, 1.5, 1.1))
+    values = {"generations": 2}
+    job_request = request(data=str(text_file), size=1.0, hyperparameters=values)
+    assert prepare(job_request, settings_of(home)).job.expected is None
 
 
 def test_two_generations_gain_more_by_more_readings():
