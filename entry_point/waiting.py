@@ -127,16 +127,20 @@ class Waiting:
     def run_on(self, cpus: frozenset[int]) -> None:
         """Has all threads of this process run on these CPUs, unless the system forbids it.
 
-        A thread stays where another program, such as taskset, has put it meanwhile.
+        A thread stays where another program, such as taskset, has put it meanwhile. If the system
+        forbids it halfway, self.cpus are the fewer CPUs, so that the next call moves threads back.
         """
         if cpus == self.cpus:
             return
+        previous = self.cpus
         with suppress(OSError):  # a sandbox forbids it, or a container has other CPUs now
             for task in TASKS.iterdir():
                 with suppress(ProcessLookupError):  # a thread that has just ended
                     thread_id = int(task.name)
-                    if os.sched_getaffinity(thread_id) == self.cpus:
+                    if os.sched_getaffinity(thread_id) == previous:
                         os.sched_setaffinity(thread_id, cpus)
+                        if cpus != self.all_cpus:
+                            self.cpus = cpus
             self.cpus = cpus
 
 

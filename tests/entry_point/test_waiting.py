@@ -246,6 +246,32 @@ def test_a_thread_that_was_moved_meanwhile_stays(machine, monkeypatch, tmp_path)
     assert cpus_by_thread == {1: {3}, 2: {0, 1, 2, 3}}
 
 
+@pytest.mark.parametrize("failing_move", [2, 4])  # the second of sleep, or of wake
+def test_a_failed_move_leaves_no_thread_on_fewer_cpus(machine, monkeypatch, tmp_path, failing_move):
+    have_cpus(monkeypatch, 4)
+    cpus_by_thread = {1: {0, 1, 2, 3}, 2: {0, 1, 2, 3}}
+    moves = []
+
+    def move(thread_id: int, cpus: set[int]) -> None:
+        moves.append(thread_id)
+        if len(moves) == failing_move:
+            raise OSError
+        cpus_by_thread[thread_id] = cpus
+
+    for thread_id in cpus_by_thread:
+        (tmp_path / str(thread_id)).mkdir()
+    monkeypatch.setattr(waiting, "TASKS", tmp_path)
+    monkeypatch.setattr(waiting, "cpus_of_threads", lambda: list(cpus_by_thread.values()))
+    monkeypatch.setattr("os.sched_getaffinity", cpus_by_thread.__getitem__)
+    monkeypatch.setattr("os.sched_setaffinity", move)
+    threads = Waiting(4)
+    for _ in range(2):
+        threads.sleep(n_used=2.0)
+        threads.wake()
+    assert len(moves) >= failing_move
+    assert cpus_by_thread == {1: {0, 1, 2, 3}, 2: {0, 1, 2, 3}}
+
+
 def test_no_cpus_are_named_where_a_sandbox_forbids_to_choose(machine, monkeypatch):
     def forbid(task: int, cpus: set[int]) -> None:
         raise PermissionError
