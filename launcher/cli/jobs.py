@@ -109,13 +109,16 @@ def jobs_command(
 
 def first_step(settings: Settings) -> str:
     """The command that a person without jobs types next. Raises InputError if the store is a
-    directory that does not exist, or may not be read."""
+    directory that does not exist, or may not be read.
+
+    If S3 does not say whether the last upload is complete, that step is `upload-data`.
+    """
     from sm_nanogpt.launcher.cli.upload import next_command
     from sm_nanogpt.launcher.text.store import check_store_directory, known_upload, last_upload
 
     check_store_directory(settings)
     upload = None
-    with suppress(InputError):
+    with suppress(InputError, ServiceError):
         upload = known_upload(last_upload(settings), settings)
     return command("upload-data", "FILE") if upload is None else next_command(upload)
 

@@ -90,6 +90,15 @@ def test_without_a_job_latest_says_the_first_step(cli, short_text_file, argument
     assert ran.error.endswith("; next: sm-nanogpt launch --instance local --preset auto")
 
 
+@pytest.mark.parametrize("arguments", ["status latest", "jobs"])
+def test_a_refused_store_leaves_upload_data_as_first_step(cloud, cli, short_text_file, arguments):
+    assert cli("upload-data", short_text_file).good
+    for method in ("GET", "HEAD"):
+        cloud.refuse[method] = ("AccessDenied", "no", 403)
+    ran = cli(arguments.split())
+    assert ran.err.endswith("; next: sm-nanogpt upload-data FILE\n")
+
+
 def test_a_job_is_found_by_a_unique_part_of_its_id(job, cli):
     for part in (job.job_id[:14], job.job_id[-6:], "latest"):
         ran = cli("status", part).good
