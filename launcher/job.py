@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -63,6 +63,8 @@ Gibibytes = Annotated[int, Field(ge=1, le=16_384)]
 Hyperparameter = Annotated[str, AfterValidator(lambda name: name.replace("-", "_"))]
 Launcher = Literal["pytorchddp", "torchrun"]
 InputMode = Literal["File", "FastFile"]
+
+DECIMAL_COMMA = re.compile(r"-?[0-9]+,[0-9]+")  # 0,1 for 0.1
 
 
 class TrainingRequest(BaseModel):
@@ -260,7 +262,7 @@ class Request(TrainingRequest):
             names = {name.replace("-", "_"): "" for name in self.hyperparameters}
             if source.known_hyperparameters(names) != names:
                 raise unknown_hyperparameter_error(str(error), source) from error.__cause__
-            raise wrong_value_error(error, self.hyperparameters) from error.__cause__
+            raise wrong_value_error(error, self.hyperparameters, source) from error.__cause__
 
     def metric_definitions(self) -> list[dict[str, str]]:
         with self.source.user_errors():
@@ -354,12 +356,22 @@ def unknown_hyperparameter_error(problem: str, source: Source) -> InputError:
     return InputError(problem, code="list-edited-hyperparameters", folder=folder)
 
 
-def wrong_value_error(error: InputError, hyperparameters: Mapping[str, Scalar]) -> InputError:
-    """The error for a value that the training folder refused: with a code if it lists values."""
+def wrong_value_error(
+    error: InputError, hyperparameters: Mapping[str, Scalar], source: Source
+) -> InputError:
+    """The error for a value that the training folder refused.
+
+    It has a code if the value is a list of values, or a number with a decimal comma.
+    """
+    types = {field.name: field.type for field in fields(source.module("config").Config)}
     for name, value in hyperparameters.items():
-        if "," in str(value) and error.problem.startswith(f"{name}="):
-            sweep = shlex.quote(f"{name}={value}")
-            return InputError(error.problem, code="list-of-values", sweep=sweep)
+        if "," not in str(value) or not error.problem.startswith(f"{name}="):
+            continue
+        if types.get(name) == "float" and DECIMAL_COMMA.fullmatch(str(value)):
+            decimal = f"{name}={value}".replace(",", ".")
+            return InputError(error.problem, code="decimal-comma", decimal=decimal)
+        sweep = shlex.quote(f"{name}={value}")
+        return InputError(error.problem, code="list-of-values", sweep=sweep)
     return error
 
 

@@ -35,6 +35,7 @@ REMEDIES: dict[str, str] = {
     "list-hyperparameters": "`{sm} hyperparameters` lists them",
     "list-edited-hyperparameters": "`{sm} hyperparameters --entry-point {folder}` lists them",
     "list-of-values": "`--sweep {sweep}` launches a job for each of these values",
+    "decimal-comma": "write `{decimal}`, with a decimal point",
     "needs-ends": "leave it out, or encode the text with `{sm} upload-data PATH --tokenizer bpe`",
     "name-taken": "choose another name; `{sm} launch --resume {name}` goes on with what has this"
     " one, and `{sm} delete {name}` deletes it",

@@ -60,7 +60,7 @@ def test_a_typo_in_a_preset_is_answered_by_what_is_like_it():
 
 
 def test_a_list_of_values_is_that_of_a_sweep():
-    cases = {"max_steps": "5,8", "optimizer": "muon,adamw"}
+    cases = {"max_steps": "5,8", "optimizer": "muon,adamw", "learning_rate": "0.01,0.02"}
     for name, values in cases.items():
         with pytest.raises(InputError) as caught:
             Request(instance="local", hyperparameters={name: values}).config()
@@ -69,6 +69,21 @@ def test_a_list_of_values_is_that_of_a_sweep():
     with pytest.raises(InputError) as caught:
         Request(instance="local", preset="quick,cpu").config()
     assert caught.value.sweep == "preset=quick,cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "decimal"),
+    [
+        ("learning_rate", "0,1", "learning_rate=0.1"),
+        ("weight_decay", "0,05", "weight_decay=0.05"),
+        ("dropout", "-0,5", "dropout=-0.5"),
+    ],
+)
+def test_a_decimal_comma_is_no_list_of_values(name, value, decimal):
+    with pytest.raises(InputError) as caught:
+        Request(instance="local", hyperparameters={name: value}).config()
+    assert caught.value.code == "decimal-comma"
+    assert caught.value.decimal == decimal
 
 
 def test_a_name_is_a_word_of_its_own():
