@@ -37,8 +37,9 @@ REMEDIES: dict[str, str] = {
     "list-of-values": "`--sweep {sweep}` launches a job for each of these values",
     "decimal-comma": "write `{decimal}`, with a decimal point",
     "needs-ends": "leave it out, or encode the text with `{sm} upload-data PATH --tokenizer bpe`",
-    "name-taken": "choose another name; `{sm} launch --resume {name}` goes on with what has this"
-    " one, and `{sm} delete {name}` deletes it",
+    "name-of-a-job": "choose another name, or delete the job: `{sm} delete {job_id}`",
+    "name-of-a-sweep": "choose another name, or delete the sweep: `{sm} delete --group {group}`; if"
+    " not all of its jobs completed, `{sm} launch --resume {group}` continues it",
     "train-further": "to train further, add `--set max_steps=N` with N above {step}",
     "start-from-model": "`{sm} launch --init-from {job_id}` starts a new run from its model",
     "encode-for-model": "encode the text with `{sm} upload-data PATH --tokenizer {model}`",

@@ -20,7 +20,7 @@ from sm_nanogpt.launcher.launching.forecasts import (
     forecast_rows,
     in_two_generations,
 )
-from sm_nanogpt.launcher.launching.names import check_name_here, name_taken_error
+from sm_nanogpt.launcher.launching.names import check_name_here, name_of_a_job_error
 from sm_nanogpt.launcher.launching.resume import (
     EarlierJob,
     check_reach,
@@ -297,7 +297,7 @@ def check_name(request: Request, settings: Settings) -> None:
     listing = Listing(settings, name=request.name)
     job = next(iter(listing), None)
     if job is not None:
-        raise name_taken_error(request.name, job.job_id)
+        raise name_of_a_job_error(request.name, job.job_id)
     if listing.failure is not None:
         if is_remote and not isinstance(listing.failure, Offline):
             raise listing.failure

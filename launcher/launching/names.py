@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sm_nanogpt.launcher.errors import InputError, ServiceError
-from sm_nanogpt.launcher.files import locks
+from sm_nanogpt.launcher.files import locks, storage
 from sm_nanogpt.launcher.files.ledger import Ledger
 from sm_nanogpt.launcher.finding import Listing
 from sm_nanogpt.launcher.settings import Settings
@@ -69,26 +69,39 @@ def name_reserved(name: str | None, settings: Settings) -> Iterator[None]:
     if name is None:
         yield
         return
-    settings.home.mkdir(parents=True, exist_ok=True)
-    with (settings.home / "names.lock").open("w") as file:
-        locks.lock(file)
+    lock_path = settings.home / "names.lock"
+    with ExitStack() as stack:
+        with storage.errors_about(str(lock_path)):  # not around the body, with other errors
+            settings.home.mkdir(parents=True, exist_ok=True)
+            lock_file = stack.enter_context(lock_path.open("w"))
+            locks.lock(lock_file)
         check_name_here(name, settings)
         yield
 
 
 def check_name_here(name: str, settings: Settings) -> None:
     """Raise InputError if a job or a sweep of this machine has a name."""
-    id_with_name = recorded_group(name, settings)
-    if id_with_name is None:
-        job = next(Listing(settings, name=name).of_this_machine(), None)
-        id_with_name = job.job_id if job is not None else None
-    if id_with_name is not None:
-        raise name_taken_error(name, id_with_name)
+    group = recorded_group(name, settings)
+    if group is not None:
+        raise InputError(
+            f"sweep {group} has this name",
+            code="name-of-a-sweep",
+            field="name",
+            value=name,
+            group=group,
+        )
+    job = next(Listing(settings, name=name).of_this_machine(), None)
+    if job is not None:
+        raise name_of_a_job_error(name, job.job_id)
 
 
-def name_taken_error(name: str, id_with_name: str) -> InputError:
+def name_of_a_job_error(name: str, job_id: str) -> InputError:
     return InputError(
-        f"{id_with_name} has this name", code="name-taken", field="name", value=name, name=name
+        f"job {job_id} has this name",
+        code="name-of-a-job",
+        field="name",
+        value=name,
+        job_id=job_id,
     )
 
 

@@ -37,7 +37,7 @@ from sm_nanogpt.launcher.groups.sweep import (
 )
 from sm_nanogpt.launcher.job import Request
 from sm_nanogpt.launcher.launching.launch import Plan, prepare
-from sm_nanogpt.launcher.launching.names import ledger_path, recorded_groups
+from sm_nanogpt.launcher.launching.names import ledger_path, name_reserved, recorded_groups
 from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.text import corpus
 
@@ -448,10 +448,23 @@ def test_a_sweep_gives_its_name_to_its_jobs(job, home, cli, short_text_file):
 def test_a_name_means_one_job_or_one_sweep(job, recorded, cli, short_text_file):
     recorded(name="grid")
     alone = copy_job(job, "sm-nanogpt-20200101-000000-abcdef", name="alone")
-    for name, owner in (("grid", GROUP), ("alone", alone)):
+    delete_sweep = f"delete --group {GROUP}"  # by its id: without jobs, none has its name
+    delete_job = f"delete {alone}"
+    for name, deletes in (("grid", delete_sweep), ("alone", delete_job)):
         for arguments in ("", "--seeds 2"):
             ran = cli(LOCAL, "--data", short_text_file, "--name", name, arguments.split())
-            assert ran.failed(2, f"--name {name}: ", owner)
+            assert ran.failed(2, f"--name {name}: ", f"`sm-nanogpt {deletes}`")
+        assert cli(deletes.split(), "--yes").good
+    assert not recorded_groups(Settings(home=job.home))
+
+
+def test_a_home_that_takes_no_lock_of_names_is_an_error(home):
+    (home / "names.lock").mkdir(parents=True)
+    with (
+        pytest.raises(ServiceError, match=r"names\.lock"),
+        name_reserved("grid", Settings(home=home)),
+    ):
+        pass
 
 
 def test_a_name_taken_since_the_plan_is_refused(job, home, short_text_file):
@@ -464,7 +477,7 @@ def test_a_name_taken_since_the_plan_is_refused(job, home, short_text_file):
     for start in (job_plan.submit, partial(run.begin_sweep, sweep_plan)):
         with pytest.raises(InputError) as caught:
             start()
-        assert caught.value.code == "name-taken"
+        assert caught.value.code == "name-of-a-job"
     assert sorted((home / "jobs").iterdir()) == jobs
     assert not recorded_groups(settings)
 
