@@ -6,6 +6,8 @@ import os
 import pwd
 import re
 from contextlib import suppress
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -14,6 +16,7 @@ from sm_nanogpt.launcher.errors import InputError, ServiceError, did_you_mean
 
 MAX_NAME_CHARACTERS = 255  # on every system
 MAX_PATH_CHARACTERS = 4095
+MAX_NAMES_COMPARED = 2000  # with one that is mistyped, in a tenth of a second
 
 
 def is_on_s3(location: str) -> bool:
@@ -108,13 +111,23 @@ def path_of(typed: str | Path) -> Path:
     return path
 
 
-def similar_files(path: Path) -> str:
-    """Return `did you mean A or B?` with the names in the directory of a path, at which nothing is,
-    that are like its name; or ''."""
+def similar_files(path: Path, typed: str) -> str:
+    """Return `did you mean A or B?` with files beside a path, at which nothing is; or ''.
+
+    Their names are like that of the path, and they have the directory that the user typed.
+    """
     names: list[str] = []
-    with suppress(OSError):
-        names = sorted(sibling.name for sibling in path.parent.iterdir())
-    return did_you_mean(path.name, names)
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        names = sorted(entry.name for entry in islice(entries, MAX_NAMES_COMPARED))
+    # A suffix in common makes no names alike.
+    stems = [name.removesuffix(path.suffix) for name in names if name.endswith(path.suffix)]
+    similar_names = [stem + path.suffix for stem in get_close_matches(path.stem, stems)]
+    if not similar_names:
+        other_names = [name for name in names if not name.endswith(path.suffix)]
+        similar_names = get_close_matches(path.name, other_names)
+
+    directory = typed.rstrip("/").removesuffix(path.name)
+    return did_you_mean(typed, [directory + name for name in similar_names], cutoff=0)
 
 
 def local_path(location: str) -> Path | None:

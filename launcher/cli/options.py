@@ -103,7 +103,7 @@ class InputFile(click.Path):
         try:
             path.stat()
         except OSError as error:
-            suggestion = similar_files(path)
+            suggestion = similar_files(path, str(value))
             problem = f"{os_reason(error)}; {suggestion}" if suggestion else os_reason(error)
         if not problem and path.is_dir() and not self.dir_okay:
             problem = "is a directory"

@@ -145,7 +145,9 @@ def find_path(location: str, code: str = "") -> Path:
         if path is not None and path.exists():
             return path
     problem = f"{location}: no such file or directory"
-    suggestion = similar_files(path) if path is not None else ""
+    suggestion = ""
+    if path is not None:
+        suggestion = similar_files(path, str(path) if is_uri else location)
     if suggestion:
         problem += f"; {suggestion}"
         code = ""  # a suggestion is advice enough

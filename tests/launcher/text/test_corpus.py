@@ -14,7 +14,9 @@ import pytest
 from texts import LONG, stored, write_notes
 
 from sm_nanogpt import InputError, upload_data
+from sm_nanogpt.launcher import locations
 from sm_nanogpt.launcher.files import storage
+from sm_nanogpt.launcher.locations import similar_files
 from sm_nanogpt.launcher.text import corpus, writing
 from sm_nanogpt.launcher.text.store import find_upload
 
@@ -45,7 +47,31 @@ def test_upload_data_refuses_what_it_cannot_take(arguments, reason, cli, tmp_pat
 )
 def test_a_mistyped_file_is_answered_by_what_is_like_it(arguments, cli, tmp_path):
     (tmp_path / "input.txt").write_text(LONG)
-    assert cli(arguments.split()).failed(2, "did you mean input.txt?")
+    ran = cli(arguments.split())
+    assert ran.failed(2, "did you mean ")
+    assert ran.error.strip().endswith("input.txt?")
+
+
+def test_a_suggested_file_is_a_path_to_paste(cli, tmp_path):
+    (tmp_path / "many").mkdir()
+    (tmp_path / "many" / "input.txt").write_text(LONG)
+    assert cli("upload-data", "many/inptu.txt").failed(2, "did you mean many/input.txt?")
+
+
+def test_a_suffix_alone_makes_no_files_alike(tmp_path):
+    for name in ("input.txt", "big.txt", "inputs", "a.parquet"):
+        (tmp_path / name).touch()
+    assert similar_files(tmp_path / "inptu.txt", "inptu.txt") == "did you mean input.txt?"
+    assert similar_files(tmp_path / "cat.txt", "cat.txt") == ""
+    assert similar_files(tmp_path / "b.parquet", "b.parquet") == ""
+    assert similar_files(tmp_path / "input", "input") == "did you mean inputs or input.txt?"
+
+
+def test_few_names_of_a_large_directory_are_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(locations, "MAX_NAMES_COMPARED", 1)
+    for name in ("inputa.txt", "inputb.txt"):
+        (tmp_path / name).touch()
+    assert " or " not in similar_files(tmp_path / "input.txt", "input.txt")
 
 
 @pytest.mark.parametrize(
