@@ -30,6 +30,7 @@ def group_of(reference: str, settings: Settings, everyone: bool = False) -> JobG
     Raises InputError if it is a search of this machine that has no jobs. If the jobs could not be
     listed, that error is raised: the search may have some.
     """
+    from sm_nanogpt.launcher.finding import why_not_asked
     from sm_nanogpt.launcher.groups.find import find_group
     from sm_nanogpt.launcher.trying.history import search_names
 
@@ -40,10 +41,11 @@ def group_of(reference: str, settings: Settings, everyone: bool = False) -> JobG
         if not is_no_sweep or reference not in search_names(settings):
             raise
     directory = shlex.quote(str(settings.home / "tries" / reference))
-    contents = "is a search without jobs: a ledger of runs and verdicts, and texts"
+    kind = f"is a search without jobs{why_not_asked(settings)}"
+    contents = "it has a ledger of runs and verdicts, and texts"
     lists = f"`{command('try', 'log', reference)}` lists its tries"
     deletes = f"to delete it, `rm -r {directory}` while no command uses it"
-    raise InputError(f"{reference} {contents}; {lists}; {deletes}")
+    raise InputError(f"{reference} {kind}; {contents}; {lists}; {deletes}")
 
 
 def run_sweep(plan: SweepPlan, yes: bool) -> None:

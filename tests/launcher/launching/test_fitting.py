@@ -246,7 +246,7 @@ def test_a_fitted_job_of_two_generations_is_forecast_as_two(rehearse, short_text
     assert two < one
 
 
-def test_two_generations_that_were_not_measured_have_no_forecast(home, text_file, monkeypatch):
+def test_generations_not_known_to_gain_have_no_forecast(home, text_file, monkeypatch):
     """Of a text that each reads less than four times."""
     from sm_nanogpt.launcher.launching import draft
 

@@ -368,7 +368,7 @@ def test_a_try_says_how_many_runs_it_takes_and_how_long(started, tmp_path):
     lines = ran.good.err.splitlines()
     assert lines[0] == (
         "4 to 8 pairs of shared seeds, and if it looks better up to 8 of fresh ones:"
-        " about 0:00:32 to 0:03:12"
+        " about 0:00:32 to 0:03:12 if nothing else uses the cores"
     )
     assert lines[1] == "4 pairs of shared seeds: 4 runs, 2 at a time"
     assert lines[2].startswith("4 pairs of shared seeds: -0.0")
