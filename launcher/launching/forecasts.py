@@ -156,7 +156,8 @@ def expected_of(size: float, rows: Sequence[Row]) -> Expected | None:
 
 
 def in_two_generations(expected: Expected, readings: float) -> Expected:
-    """The loss of two generations, by that of one run.
+    """The loss of two generations, by that of one run. Its interval includes how much the gain
+    differs between texts.
 
     readings: how often each generation reads the text.
     """
@@ -164,7 +165,9 @@ def in_two_generations(expected: Expected, readings: float) -> Expected:
     low_margin = math.hypot(math.log(expected.loss / expected.low), Z_80 * DEVIATION_OF_GAIN)
     high_margin = math.hypot(math.log(expected.high / expected.loss), Z_80 * DEVIATION_OF_GAIN)
     loss = expected.loss * math.exp(-gain)
-    return Expected(loss=loss, low=loss * math.exp(-low_margin), high=loss * math.exp(high_margin))
+    low = loss * math.exp(-low_margin)
+    high = loss * math.exp(high_margin)
+    return Expected(loss=loss, low=low, high=high)
 
 
 def between(start: Expected, end: Expected, share: float) -> Expected:

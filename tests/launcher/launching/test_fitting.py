@@ -258,9 +258,10 @@ def test_generations_not_known_to_gain_have_no_forecast(home, text_file, monkeyp
 
 def test_two_generations_gain_more_by_more_readings():
     one = Expected(loss=2.0, low=1.9, high=2.1)
-    few, many = (in_two_generations(one, readings) for readings in (4, 16))
-    assert many.loss < few.loss < one.loss
-    assert many.high / many.low > one.high / one.low  # two runs are less certain than one
+    by_4_readings = in_two_generations(one, 4)
+    by_16_readings = in_two_generations(one, 16)
+    assert by_16_readings.loss < by_4_readings.loss < one.loss
+    assert by_4_readings.high / by_4_readings.low > one.high / one.low  # it is less certain
     assert not in_two_generations(one.model_copy(update={"measured": True}), 4).measured
 
 
