@@ -388,7 +388,7 @@ def test_a_resumed_job_takes_over_the_name(job, cli):
     assert f"resumes {resumed}" in cli("status", further.out.strip()).out
     taken = cli("launch", "--instance", "local", "--name", "first")
     newest = further.out.strip()
-    assert taken.failed(2, newest, "another name", "launch --resume first`", "delete first`")
+    assert taken.failed(2, newest, "another name", f"delete {newest}`")
     assert cli("launch", "--resume", copy, "--name", "other", "--set", "max_steps=12").good
     assert f"resumes {copy}" in cli("status", "other").out
 

@@ -91,10 +91,12 @@ def test_without_a_job_latest_says_the_first_step(cli, short_text_file, argument
 
 
 @pytest.mark.parametrize("arguments", ["status latest", "jobs"])
-def test_a_refused_store_leaves_upload_data_as_first_step(cloud, cli, short_text_file, arguments):
+def test_a_refused_store_leaves_upload_data_as_first_step(
+    cloud, cli, short_text_file, arguments, monkeypatch
+):
     assert cli("upload-data", short_text_file).good
     for method in ("GET", "HEAD"):
-        cloud.refuse[method] = ("AccessDenied", "no", 403)
+        monkeypatch.setitem(cloud.refuse, method, ("AccessDenied", "no", 403))
     ran = cli(arguments.split())
     assert ran.err.endswith("; next: sm-nanogpt upload-data FILE\n")
 
