@@ -77,8 +77,15 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     if gpu:
         options["compile"] = "on"
     options |= args.ours
+    theirs = {
+        **shape,
+        **common,
+        "max_iters": NEVER,
+        "eval_iters": 1,
+        "out_dir": scratch / "out",
+    }
     if args.beside:
-        return beside(args, scratch, {**options, "device": "cpu"}, shape, seconds)
+        return beside(args, scratch, {**options, "device": "cpu"}, theirs, shape, seconds)
 
     def our_pace(index: int) -> Pace:
         return pace(ours(text, scratch / f"ours-{index}", options), shape, seconds)
@@ -87,13 +94,6 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     looks: list[tuple[Training, Pace]] = []
     if args.nanogpt:
         nanogpt = NanoGPT(args.nanogpt, text, scratch)
-        theirs = {
-            **shape,
-            **common,
-            "max_iters": NEVER,
-            "eval_iters": 1,
-            "out_dir": scratch / "out",
-        }
         if size == "gpt2":  # nanoGPT's batch_size is that of one pass
             theirs["gradient_accumulation_steps"] = GPT2_PASSES
             theirs["batch_size"] //= GPT2_PASSES
@@ -127,13 +127,13 @@ AWAKE = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "5000"}
 SHIPPED = "as shipped"
 
 
-def ways_to_wait(ours: Training) -> dict[str, Training]:
-    """Ours as shipped, and with each fixed number of threads, which stay awake."""
-    ways = {SHIPPED: ours}
+def ways_to_wait(shipped: Training) -> dict[str, Training]:
+    """A run of ours as shipped, and with each fixed number of threads, which stay awake."""
+    ways = {SHIPPED: shipped}
     for threads in sorted({1, measure.cores() // 2, measure.cores()} - {0}, reverse=True):
         env = {**AWAKE, "OMP_NUM_THREADS": str(threads)}
-        process = replace(ours.process, env=env)
-        ways[f"{threads_text(threads)}, awake"] = replace(ours, process=process)
+        process = replace(shipped.process, env=env)
+        ways[f"{threads_text(threads)}, awake"] = replace(shipped, process=process)
     return ways
 
 
@@ -141,14 +141,16 @@ def beside(
     args: Namespace,
     scratch: Path,
     options: dict[str, Any],
+    theirs: dict[str, Any],
     shape: dict[str, Any],
     seconds: float,
 ) -> Report:
-    """Ours in each way to wait, and nanoGPT, beside busy programs."""
+    """Ours in each way to wait, and nanoGPT, beside busy programs.
+
+    options: of our run. theirs: of nanoGPT's.
+    """
     trainings = ways_to_wait(ours(args.text, scratch / "ours", options))
     if args.nanogpt:
-        theirs = {**shape, "log_interval": 10, "eval_interval": NEVER, "eval_iters": 1}
-        theirs |= {"max_iters": NEVER, "out_dir": scratch / "out"}
         for training in NanoGPT(args.nanogpt, args.text, scratch).variants(theirs):
             if "thread" in training.name and "eager" in training.name:
                 trainings[training.name] = training

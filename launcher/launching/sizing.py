@@ -39,7 +39,7 @@ LARGEST_SHORT = 1.75
 AUTO_GENERATIONS = 2
 # With fewer tokens, the size that is chosen by their number lost up to 0.05 nats against the best
 # of five sizes (docs/sizes.md).
-SHORT_TEXT_TOKENS = 60_000
+UNCERTAIN_TOKENS = 60_000
 FEW_STEPS = 10  # fewer steps hardly change the model that a run starts from
 
 
@@ -90,8 +90,9 @@ def sized(request: Request, texts: Texts) -> Request:
     if request.preset == "auto":
         length = text_length(request, texts)
         chosen = with_chosen_size(request, size_by_text(request, length), length)
-        takes_generations = "generations" in chosen.hyperparameters.keys() - request.hyperparameters
-        if takes_generations and length.n_tokens < SHORT_TEXT_TOKENS:
+        chosen_generations = chosen.hyperparameters.get("generations")
+        takes_generations = chosen_generations != request.hyperparameters.get("generations")
+        if takes_generations and length.n_tokens < UNCERTAIN_TOKENS:
             reason = "the length of so short a text does not decide which size is best"
             logger.info(f"size: {reason}", extra={"code": "measure-sizes"})
         return chosen

@@ -90,7 +90,8 @@ def count_answers(messages: Sequence[Entry]) -> int:
 def name_of(author: str) -> str:
     """A name without the marks and signs that WhatsApp puts around it.
 
-    A person who is no contact has `~ ` before the name, and is `~` without one.
+    It writes `~ ` before the name of a person who is not a contact, and only `~` if that person has
+    set no name.
     """
     shown = author.strip(MARKS)
     return shown.strip(f"{MARKS}~") or shown
