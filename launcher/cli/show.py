@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -126,7 +126,14 @@ class Screen(logging.Handler):
             text = f"warning: {text}"
         if text not in self.printed:
             self.printed.add(text)
-            note(text)
+            with bars_hidden():
+                note(text)
+
+
+def bars_hidden() -> AbstractContextManager[None]:
+    """Hide the progress bars of the terminal while the body prints; then they are below that."""
+    tqdm = sys.modules.get("tqdm")  # without it, there are no bars
+    return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(sys.stderr)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import re
 import sys
@@ -15,7 +16,7 @@ from jobs import stopped_job
 
 from sm_nanogpt import upload_data
 from sm_nanogpt.launcher.cli.remedies import sentence
-from sm_nanogpt.launcher.cli.show import next_step, print_columns, print_json
+from sm_nanogpt.launcher.cli.show import logs_shown, next_step, print_columns, print_json
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.files.progress import byte_progress
@@ -74,6 +75,19 @@ def test_a_long_upload_shows_a_progress_bar(monkeypatch):
         progress(1_000_000)
     assert isinstance(sys.stderr, Terminal)
     assert "upload: 100%" in sys.stderr.getvalue()
+
+
+def test_a_line_of_the_log_stands_above_a_progress_bar(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with logs_shown(), byte_progress("eval") as progress:
+        progress.expect(2_000_000)
+        time.sleep(0.25)
+        progress(1_000_000)
+        logging.getLogger("sm_nanogpt.launcher").info("a line")
+    assert isinstance(sys.stderr, Terminal)
+    [line] = [line for line in sys.stderr.getvalue().split("\n") if line.endswith("a line")]
+    assert line.rpartition("\r")[2] == "a line"
+    assert "eval:  50%" in sys.stderr.getvalue().partition("a line")[2]
 
 
 def job_with_checkpoint(data: str) -> JobDescription:
