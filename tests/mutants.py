@@ -113,7 +113,7 @@ MODULES = {
     "launcher/files/locks.py": "test_file_systems",
     "launcher/files/models.py": "test_starting",
     "launcher/files/moved.py": "test_moved",
-    "launcher/files/progress.py": "test_show test_sources",
+    "launcher/files/progress.py": "test_show test_sources test_time_lines",
     "launcher/files/s3.py": "test_storage test_s3_servers",
     "launcher/files/scratch.py": "test_leftovers",
     "launcher/files/storage.py": "test_storage test_s3_servers",

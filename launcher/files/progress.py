@@ -1,20 +1,24 @@
-"""Report the progress of an operation, in bytes, and show it by a bar."""
+"""Report the progress of an operation: in bytes, by a bar; and in time, by lines of the log."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
+from sm_nanogpt.entry_point.metrics import duration
 from sm_nanogpt.launcher.values import in_units
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 CHUNK_BYTES = 1 << 20  # of a file that are read at once, and then reported
+LINE_SECONDS = 30  # between two lines of the log on an operation that goes on
 
 logger = logging.getLogger(__name__)
 
@@ -59,3 +63,30 @@ class ByteBar:
         if self.source:
             logger.info(f"{self.source}: copying {in_units(n_bytes)}")
         self.bar.total = (self.bar.total or 0) + n_bytes
+
+
+def time_logged(operation: str) -> AbstractContextManager[None]:
+    """While the body runs, log every LINE_SECONDS how long it has run."""
+    start_time = time.monotonic()
+
+    def log_time() -> None:
+        passed = duration(time.monotonic() - start_time)
+        logger.info(f"{operation}: {passed} so far")
+
+    return repeated(log_time)
+
+
+@contextmanager
+def repeated(log: Callable[[], object]) -> Iterator[None]:
+    """While the body runs, call `log` every LINE_SECONDS, in a thread."""
+    is_over = Event()
+
+    def watch() -> None:
+        while not is_over.wait(LINE_SECONDS):
+            log()
+
+    Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()

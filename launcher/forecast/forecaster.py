@@ -13,6 +13,7 @@ from sm_nanogpt.entry_point.metrics import duration
 from sm_nanogpt.entry_point.text import Corpus
 from sm_nanogpt.launcher.backends import LOCAL
 from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files.progress import repeated
 from sm_nanogpt.launcher.forecast.checks import (
     AS_GOOD_NATS,
     best_size,
@@ -28,8 +29,8 @@ from sm_nanogpt.launcher.forecast.law import CompleteRun, TextLaw, shared_law
 from sm_nanogpt.launcher.forecast.pilots import (
     MAX_SAMPLE_TOKENS,
     STEP_OVERHEAD_OPERATIONS,
+    PilotTime,
     PlannedPilot,
-    TimeLeft,
     pilots_of,
     run_trials,
     trials_of,
@@ -143,18 +144,19 @@ class Forecaster:
         missing = [trial for trial in trials if trial.name not in recorded]
         n_ended = len(trials) - len(missing)
         works = {planned.name: self.work_of(planned) for planned in planned_pilots}
-        time_left = TimeLeft(sum(works[trial.name] for trial in missing), cores())
+        pilot_time = PilotTime(sum(works[trial.name] for trial in missing), cores())
         if missing:
             logger.info(f"pilot: {len(missing)} to run, {cores()} at a time")
-        for trial, pilot in run_trials(missing, self.corpus, self.training_folder, cores()):
-            n_ended += 1
-            time_left.note_end(works[trial.name], pilot.seconds)
-            self.ledger.add_pilot(trial.name, pilot)  # before it is logged
-            progress = f"{n_ended} of {len(trials)}"
-            if n_ended < len(trials):
-                progress += f", time left {duration(time_left.seconds)}"
-            result = f"loss {pilot.loss:.3f}, {pilot.seconds:.0f} s"
-            logger.info(f"pilot: {trial.name}: {result} ({progress})")
+        with repeated(pilot_time.log_time):
+            for trial, pilot in run_trials(missing, self.corpus, self.training_folder, cores()):
+                n_ended += 1
+                pilot_time.note_end(works[trial.name], pilot.seconds)
+                self.ledger.add_pilot(trial.name, pilot)  # before it is logged
+                progress = f"{n_ended} of {len(trials)}"
+                if n_ended < len(trials):
+                    progress += f", time left {duration(pilot_time.seconds_left)}"
+                result = f"loss {pilot.loss:.3f}, {pilot.seconds:.0f} s"
+                logger.info(f"pilot: {trial.name}: {result} ({progress})")
         recorded = self.ledger.pilots
         return {planned: recorded[planned.name] for planned in planned_pilots}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,13 +14,17 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from sm_nanogpt.entry_point.metrics import duration
 from sm_nanogpt.entry_point.text import Corpus
 from sm_nanogpt.launcher.errors import ServiceError
+from sm_nanogpt.launcher.files.progress import LINE_SECONDS
 from sm_nanogpt.launcher.forecast.sizes import Sizes
 from sm_nanogpt.launcher.launching.forecasts import Pilot
 from sm_nanogpt.launcher.local.runs import FinishedRun, Run, run_all
 from sm_nanogpt.launcher.source import Source
 from sm_nanogpt.launcher.text.ids import draw_ids, write_ids
+
+logger = logging.getLogger(__name__)
 
 PILOT_SIZES = (1.0, 1.25, 1.5, 1.75)
 SHORT_TEXT_PILOT_SIZES = (0.5, 0.75, 1.0, 1.25)
@@ -88,10 +94,10 @@ def trials_of(planned_pilots: Sequence[PlannedPilot], sizes: Sizes) -> list[Tria
 
 
 @dataclass
-class TimeLeft:
-    """The time that runs still take, by the operations and seconds of the runs that have ended.
+class PilotTime:
+    """The time that pilots take, and still take, by the operations and seconds of the ended ones.
 
-    work: the operations of all runs. at_once runs are made at the same time.
+    work: the operations of all pilots. at_once pilots are run at the same time.
     """
 
     work: float
@@ -99,14 +105,22 @@ class TimeLeft:
     start_time: float = field(default_factory=time.monotonic)
     ended_work: float = 0.0
     ended_seconds: float = 0.0
+    last_end_time: float = -math.inf
 
     def note_end(self, work: float, seconds: float) -> None:
-        """Note that a run of so many operations has ended, after so many seconds."""
+        """Note that a pilot of so many operations has ended, after so many seconds."""
         self.ended_work += work
         self.ended_seconds += seconds
+        self.last_end_time = time.monotonic()
+
+    def log_time(self) -> None:
+        """Log how long the pilots go on, unless one has just ended, which is logged itself."""
+        now = time.monotonic()
+        if now - self.last_end_time > LINE_SECONDS:
+            logger.info(f"pilot: {duration(now - self.start_time)} so far")
 
     @property
-    def seconds(self) -> float:
+    def seconds_left(self) -> float:
         seconds_of_all = self.ended_seconds / self.ended_work * self.work / self.at_once
         return max(0.0, seconds_of_all - (time.monotonic() - self.start_time))
 

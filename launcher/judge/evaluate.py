@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sm_nanogpt.launcher.errors import LauncherError
-from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress
+from sm_nanogpt.launcher.files.progress import Progress, expect, no_progress, time_logged
 from sm_nanogpt.launcher.judge.causality import TOTAL_CUTS, check_causal
 from sm_nanogpt.launcher.judge.evaluation import (
     UNMEASURED,
@@ -100,20 +100,22 @@ def evaluate(
     conversations = read_questions(questions) if questions else []
     effort = effort_for(directory, entry_point)
 
-    with Worker(directory, settings, entry_point) as worker:
-        encoded = encode_known_characters(texts, worker.tokenizer)
-        exposures = measure_exposure(worker, canaries)
-        answers = count_right_answers(worker, conversations)
-        training = training_text(model, directory, settings)
+    with time_logged(f"evaluating {model}"):
+        with Worker(directory, settings, entry_point) as worker:
+            encoded = encode_known_characters(texts, worker.tokenizer)
+            exposures = measure_exposure(worker, canaries)
+            answers = count_right_answers(worker, conversations)
+            training = training_text(model, directory, settings)
 
-        expect_losses(encoded, effort, progress)
-        nats = losses_of_documents(worker, encoded, progress)
-        anchors = measure_anchors(Subject(worker, encoded, training, effort.n_samples))
+            expect_losses(encoded, effort, progress)
+            nats = losses_of_documents(worker, encoded, progress)
+            anchors = measure_anchors(Subject(worker, encoded, training, effort.n_samples))
 
-    n_compared = 0
-    for _ in range(effort.n_processes):  # a new process knows nothing of the one before
-        with Worker(directory, settings, entry_point) as checker:
-            n_compared += check_causal(checker, encoded, nats, effort.cuts_per_process, progress)
+        n_compared = 0
+        n_cuts = effort.cuts_per_process
+        for _ in range(effort.n_processes):  # a new process knows nothing of the one before
+            with Worker(directory, settings, entry_point) as checker:
+                n_compared += check_causal(checker, encoded, nats, n_cuts, progress)
 
     evaluation = Evaluation(
         model=model,

@@ -5,21 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Event, Thread
 
 from sm_nanogpt.entry_point.metrics import duration
+from sm_nanogpt.launcher.files.progress import LINE_SECONDS
 from sm_nanogpt.launcher.values import counted
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_SECONDS = 30  # between two lines
 MIN_SECONDS_LEFT = 5  # with less time left, nothing is logged
 
 
 class RunProgress:
-    """Counts runs that have ended, and logs the time left, at most once in PROGRESS_SECONDS.
+    """Counts runs that have ended, and logs the time left, at most once in LINE_SECONDS.
 
     at_once runs are made together, and judged when all of them have ended, so their time is known
     only then. made_by_job: a job makes all runs before the first is judged, so the time left is the
@@ -39,25 +36,10 @@ class RunProgress:
         at_once = min(self.at_once, self.n_runs)
         logger.info(f"{purpose}: {counted(self.n_runs, 'run')}, {at_once} at a time")
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """While the body runs, log the time that has passed where nothing else is logged."""
-        is_over = Event()
-
-        def watch() -> None:
-            while not is_over.wait(PROGRESS_SECONDS):
-                self.note_time()
-
-        Thread(target=watch, daemon=True).start()
-        try:
-            yield
-        finally:
-            is_over.set()
-
     def note_time(self) -> None:
         """Log how long the runs go on, unless the time left was logged just before."""
         now = time.monotonic()
-        if now - self.last_log_time > PROGRESS_SECONDS:
+        if now - self.last_log_time > LINE_SECONDS:
             passed = duration(now - self.start_time)
             line = f"{self.n_ended} of {self.n_runs} runs have ended after {passed}"
             if self.n_ended == 0 and self.at_once < self.n_runs:
@@ -74,7 +56,7 @@ class RunProgress:
         self.n_ended += 1
         n_left = self.n_runs - self.n_ended
         now = time.monotonic()
-        is_due = now - self.last_log_time > PROGRESS_SECONDS
+        is_due = now - self.last_log_time > LINE_SECONDS
         if not is_due or self.n_ended % self.at_once:
             return
         seconds_left = (now - self.start_time) / self.n_ended * n_left

@@ -19,6 +19,7 @@ from sm_nanogpt.entry_point.text import Tokenizer
 from sm_nanogpt.launcher.errors import InputError, ServiceError
 from sm_nanogpt.launcher.files import locks, storage
 from sm_nanogpt.launcher.files.ledger import Entry
+from sm_nanogpt.launcher.files.progress import repeated, time_logged
 from sm_nanogpt.launcher.groups.ledger import OverCeiling
 from sm_nanogpt.launcher.local.runs import SILENT, Run, run_all
 from sm_nanogpt.launcher.settings import Settings
@@ -168,7 +169,7 @@ class Search:
         progress = RunProgress(len(runs), self.run_maker.at_once, self.makes_jobs)
         if runs and not self.makes_jobs:  # a job is logged elsewhere, with its cost
             progress.begin(title)
-        with nullcontext() if self.makes_jobs else progress.watched():
+        with nullcontext() if self.makes_jobs else repeated(progress.note_time):
             for finished in self.run_maker.train(runs):
                 progress.note_made()
                 yield finished
@@ -265,7 +266,8 @@ class Search:
         """Judge a folder; return fields of its entry: the verdict, and its reason or numbers."""
         try:
             max_pairs = self.measure_base()["pairs"]
-            self.check(candidate)
+            with time_logged("checking the folder"):
+                self.check(candidate)
             return self.compare(candidate, base, max_pairs)
         except Refused as refusal:
             fields: Entry = {"verdict": "refused", "why": str(refusal)}

@@ -11,6 +11,7 @@ from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.entry_point.text import Corpus, Tokenizer
 from sm_nanogpt.launcher.description import JobDescription
 from sm_nanogpt.launcher.errors import InputError
+from sm_nanogpt.launcher.files.progress import time_logged
 from sm_nanogpt.launcher.files.storage import write_bytes
 from sm_nanogpt.launcher.judge.anchors import longest_copy
 from sm_nanogpt.launcher.judge.rounding import Rounding, measure_losses, round_weights
@@ -82,15 +83,11 @@ def save_model_page(
     if job is not None:
         title = job.name or job.job_id
         limit = job.page_limit
-    draft = PageDraft(
-        model,
-        tokenizer,
-        training_corpus(name, directory, settings, UNMEASURED),
-        title=title,
-        card=card_for(directory, job),
-        bits=bits,
-    )
-    return save_page(draft, path, limit, moments, n_moments)
+    corpus = training_corpus(name, directory, settings, UNMEASURED)
+    card = card_for(directory, job)
+    with time_logged("making the page"):
+        draft = PageDraft(model, tokenizer, corpus, title=title, card=card, bits=bits)
+        return save_page(draft, path, limit, moments, n_moments)
 
 
 def save_page(

@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import launching
 import pytest
 import torch
 from judged_texts import chat_of
@@ -34,7 +35,7 @@ from sm_nanogpt.launcher.forecast import pilots as pilots_module
 from sm_nanogpt.launcher.forecast.checks import best_size, has_lowest, problem_of_law, up_to_lowest
 from sm_nanogpt.launcher.forecast.forecaster import Forecaster
 from sm_nanogpt.launcher.forecast.law import CompleteRun, Law, shared_law
-from sm_nanogpt.launcher.forecast.pilots import PlannedPilot, TimeLeft, Trial, pilots_of, trials_of
+from sm_nanogpt.launcher.forecast.pilots import PilotTime, PlannedPilot, Trial, pilots_of, trials_of
 from sm_nanogpt.launcher.forecast.times import InstanceType
 from sm_nanogpt.launcher.job import Expected
 from sm_nanogpt.launcher.launching import forecasts, sizing
@@ -303,12 +304,43 @@ def test_the_time_left_is_by_the_work_of_pilots_that_ended(monkeypatch):
     """Of 100 units by two at a time, 20 have taken 10 s each, 10 s ago."""
     now = 10.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    time_left = TimeLeft(work=100.0, at_once=2, start_time=0.0)
-    time_left.note_end(10.0, 10.0)
-    time_left.note_end(10.0, 10.0)
-    assert time_left.seconds == pytest.approx(40.0)
+    pilot_time = PilotTime(work=100.0, at_once=2, start_time=0.0)
+    pilot_time.note_end(10.0, 10.0)
+    pilot_time.note_end(10.0, 10.0)
+    assert pilot_time.seconds_left == pytest.approx(40.0)
     now = 90.0
-    assert time_left.seconds == 0.0
+    assert pilot_time.seconds_left == 0.0
+
+
+def test_pilots_say_how_long_they_go_on(monkeypatch, caplog):
+    """Unless one has just ended, which is logged itself."""
+    caplog.set_level("INFO")
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    pilot_time = PilotTime(work=100.0, at_once=2, start_time=0.0)
+    for seconds in (30.0, 60.0, 90.0, 120.0):
+        now = seconds
+        pilot_time.log_time()
+        if now == 60.0:
+            now += 5
+            pilot_time.note_end(10.0, 65.0)
+    assert caplog.messages == [
+        "pilot: 0:00:30 so far",
+        "pilot: 0:01:00 so far",
+        "pilot: 0:02:00 so far",
+    ]
+
+
+def test_the_time_of_pilots_is_logged_while_they_run(forecaster, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr("sm_nanogpt.launcher.files.progress.LINE_SECONDS", 0.01)
+
+    def slow(*arguments: Any) -> Iterator[tuple[Trial, Pilot]]:
+        launching.until(lambda: "pilot: 0:00:00 so far" in caplog.messages)
+        yield from obedient(*arguments)
+
+    run_pilots_as(slow, monkeypatch)
+    forecaster.pilots()
 
 
 def test_each_pilot_but_the_last_says_the_time_left(forecaster, monkeypatch):

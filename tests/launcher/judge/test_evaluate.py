@@ -113,6 +113,11 @@ def test_an_evaluation_is_kept_shown_in_reports_and_deleted(held, cli):
     assert not list(held.home.rglob("eval-*"))
 
 
+def test_a_long_evaluation_says_how_long_it_goes_on(held, cli, monkeypatch):
+    monkeypatch.setattr("sm_nanogpt.launcher.files.progress.LINE_SECONDS", 0.1)
+    assert f"evaluating {held.job_id}: 0:00:0" in cli("eval", held.job_id, "held.txt").good.err
+
+
 @pytest.fixture
 def saved(held):
     """The file of an evaluation, and what changes it."""

@@ -8,6 +8,7 @@ import time
 import launching
 import pytest
 
+from sm_nanogpt.launcher.files.progress import repeated
 from sm_nanogpt.launcher.trying.progress import RunProgress
 
 
@@ -80,8 +81,8 @@ def test_runs_that_go_on_say_how_long(clock, caplog):
 
 def test_the_time_is_logged_while_runs_go_on(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("sm_nanogpt.launcher.trying.progress.PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr("sm_nanogpt.launcher.files.progress.LINE_SECONDS", 0.01)
     progress = RunProgress(8, 16)
-    with progress.watched():
+    with repeated(progress.note_time):
         launching.until(lambda: len(caplog.messages) > 1)
     assert "0 of 8 runs have ended after 0:00:00" in caplog.messages

@@ -374,6 +374,13 @@ def test_a_try_says_how_many_runs_it_takes_and_how_long(started, tmp_path):
     assert lines[2].startswith("4 pairs of shared seeds: -0.0")
 
 
+def test_a_long_check_of_a_folder_says_how_long(started, tmp_path, monkeypatch):
+    monkeypatch.setattr("sm_nanogpt.launcher.files.progress.LINE_SECONDS", 0.01)
+    monkeypatch.setattr(Search, "check", lambda self, source: time.sleep(0.3))
+    ran = started("try", "run", folder(tmp_path / "a", 0.05), "--group", "plays").good
+    assert "checking the folder: 0:00:00 so far\n" in ran.err
+
+
 def test_a_try_that_runs_is_in_the_log_and_can_be_shown(started, home, tmp_path):
     source = Source.read(folder(tmp_path / "a", 0.05))
     keep_source(source, Settings(home=home))

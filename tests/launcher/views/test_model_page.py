@@ -192,6 +192,12 @@ def test_play_saves_a_page_and_says_what_it_holds(job, cli, tmp_path):
     assert "moments: of steps 0, 1, 2, 3, 4, 5, 6, 10\n" in ran.err
 
 
+def test_a_page_that_takes_long_says_how_long(job, cli, monkeypatch):
+    monkeypatch.setattr("sm_nanogpt.launcher.files.progress.LINE_SECONDS", 0.05)
+    ran = cli("play", job.job_id, "--save", "model.html").good
+    assert "making the page: 0:00:0" in ran.err
+
+
 def test_a_page_takes_the_moments_that_fit_it(tmp_path, monkeypatch):
     model = lively(Config(n_layer=2, n_head=2, n_embd=64, block_size=8))
     moments = [Moment(step, model) for step in range(8)]
