@@ -285,11 +285,11 @@ def note_running(search: Search) -> None:
         return
     folder = ledger.begun_folder
     n_runs = counted(len(ledger.runs_of(folder)), "run")
+    number = len(ledger.of("try")) + 1
     if running_folder(search):
-        number = len(ledger.of("try")) + 1
         note(f"running: try {number}, folder {folder[:8]}, {n_runs} made so far")
     elif not folder:
-        note("running: a folder is being checked")
+        note(f"running: try {number}, whose folder is being checked")
     elif folder == ledger.base:
         note(f"running: the base, {n_runs} made so far")
     else:

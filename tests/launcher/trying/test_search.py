@@ -386,7 +386,8 @@ def test_a_try_that_runs_is_in_the_log_and_can_be_shown(started, home, tmp_path)
     keep_source(source, Settings(home=home))
     running = opened(home)
     with running.locked(shared=False):
-        assert "running: a folder is being checked\n" in started("try", "log", "plays").good.err
+        checked = "running: try 1, whose folder is being checked\n"
+        assert checked in started("try", "log", "plays").good.err
         running.ledger.add("begun", runs=[[running.ledger.base, 1], [source.sha256, 1]])
         line = f"running: try 1, folder {source.sha256[:8]}, 0 runs made so far\n"
         assert line in started("try", "log", "plays").good.err
