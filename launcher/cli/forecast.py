@@ -49,7 +49,7 @@ def forecast_sizes(
     size = result.best if max_cost is None else result.affordable
     if size is not None:
         row = next(row for row in result.rows if row.size == size)
-        note_next(typed, row)
+        note_next(typed, row, result.busy)
 
 
 def check_options(context: click.Context, options: LaunchOptions) -> None:
@@ -78,8 +78,11 @@ def print_lowest(result: Forecast, max_cost: float | None) -> None:
         click.echo(f"the lowest below {usd(max_cost)}: size {result.affordable:g}")
 
 
-def note_next(typed: dict[str, Any], row: Row) -> None:
-    """Print the command of a job of the size of a row, and the time that it takes."""
+def note_next(typed: dict[str, Any], row: Row, busy: bool) -> None:
+    """Print the command of a job of the size of a row, and the time that it takes.
+
+    busy: as in Forecast.
+    """
     from sm_nanogpt.launcher.instances import types_of
     from sm_nanogpt.launcher.launching.forecasts import in_two_generations
     from sm_nanogpt.launcher.launching.sizing import gains_by_generations
@@ -87,12 +90,16 @@ def note_next(typed: dict[str, Any], row: Row) -> None:
     fields = next_request(typed, row)
     name = types_of(fields["instance"])[0]
     seconds = row.seconds.get(name)
-    time = "unknown" if seconds is None else f"about {duration(seconds)}"
+    time = f"unknown on {name}"
+    if seconds is not None:
+        time = f"about {duration(seconds)} on {name}"
+        if is_by_processors(name, busy):
+            time += ", and longer while other programs run"
     if gains_by_generations(row.size, row.readings):
         expected = in_two_generations(row.expected, row.readings)
         loss = f"about {expected.loss:.3f} ({expected.low:.3f} to {expected.high:.3f})"
         note(f"note: with `--set generations=2` its loss is {loss}, in 2.25 times the time")
-    note(f"time: {time} on {name}")
+    note(f"time: {time}")
     note(f"next: {command('launch', *launch_options(fields))}")
 
 
@@ -111,13 +118,11 @@ def full_names_of_texts(typed: dict[str, Any], settings: Settings) -> dict[str, 
 
 def print_sizes(result: Forecast) -> None:
     """Print a row for each size, with a column for each instance type."""
-    from sm_nanogpt.launcher.backends import backend_class
-
     instances = list(result.rows[0].seconds)
     headings = []
     for instance in instances:
-        is_estimated = result.busy and backend_class(instance).shares_cores
-        headings.append(f"{instance}*" if is_estimated else instance)
+        is_doubtful = is_by_processors(instance, result.busy)
+        headings.append(f"{instance}*" if is_doubtful else instance)
     table = [["SIZE", "PARAMETERS", "READINGS", "VAL_LOSS", "80 % INTERVAL", "BITS/BYTE"]]
     table[0] += headings
     for row in result.rows:
@@ -133,6 +138,16 @@ def print_sizes(result: Forecast) -> None:
             cells.append(time_and_cost(row.seconds[instance], row.dollars.get(instance)))
         table.append(cells)
     print_table(table, align=">")
+
+
+def is_by_processors(instance: str, busy: bool) -> bool:
+    """True if times on an instance are by the processor time of the pilots.
+
+    busy: as in Forecast.
+    """
+    from sm_nanogpt.launcher.backends import backend_class
+
+    return busy and backend_class(instance).shares_cores
 
 
 def interval_of(row: Row) -> str:

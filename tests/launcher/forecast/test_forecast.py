@@ -691,11 +691,13 @@ def test_a_ceiling_without_a_known_type_says_so(cli, lawful, text_here):
     assert "no size is known to stay below 5.00 USD on SageMaker" in ran.out
 
 
-def test_a_column_of_doubtful_times_has_a_star(cli, lawful, text_here, monkeypatch):
+def test_times_of_a_busy_machine_are_marked(cli, lawful, text_here, monkeypatch):
     monkeypatch.setattr(clock, "is_busy", lambda: True)
     ran = cli("launch", "--forecast", "--data", text_here).good
     assert ran.out.splitlines()[0].endswith("local*")
     assert "note: local" in ran.err
+    [time_line] = [line for line in ran.err.splitlines() if line.startswith("time: ")]
+    assert time_line.endswith(" on local, and longer while other programs run")
 
 
 @pytest.mark.parametrize(
