@@ -53,6 +53,7 @@ REMEDIES: dict[str, str] = {
     " s3://bucket/prefix",
     "fewer-steps": "use more text, or --set max_steps={steps} to read it {n} times",
     "one-generation": "`--set generations=1` trains one",
+    "one-size": "--size N in place of --preset auto or --fit gives all jobs one size",
     "measure-sizes": "`--sweep size=1,1.25,1.5,1.75 --set generations=2` in place of `--preset"
     " auto` measures four",
     "bits-over-limit": "--bits 4 writes it all the same",

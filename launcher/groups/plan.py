@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import IO, Any
@@ -13,13 +14,15 @@ from sm_nanogpt.launcher.groups.find import JobGroup, find_group
 from sm_nanogpt.launcher.groups.ledger import finite_or_none
 from sm_nanogpt.launcher.groups.money import cost_with_earlier, own_worst_cost, settle
 from sm_nanogpt.launcher.groups.stop import lock_sweep
-from sm_nanogpt.launcher.groups.sweep import Sweep, SweepLedger, combinations_of
+from sm_nanogpt.launcher.groups.sweep import MODEL_CHOICES, Sweep, SweepLedger, combinations_of
 from sm_nanogpt.launcher.job import Request
 from sm_nanogpt.launcher.launching.draft import check_name
 from sm_nanogpt.launcher.launching.launch import Plan, new_job_id, prepare
 from sm_nanogpt.launcher.launching.names import Member, next_try
 from sm_nanogpt.launcher.sagemaker.cost import CeilingTooLow
 from sm_nanogpt.launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 
 class SweepPlan:
@@ -220,7 +223,20 @@ def plan_sweep(
     sweep = Sweep(job=request, members=combinations, parallel=parallel)
     plan = SweepPlan(JobGroup(new_job_id()), sweep, settings)
     plan.plan_jobs_to_start()
+    log_chosen_sizes(plan)
     return plan
+
+
+def log_chosen_sizes(plan: SweepPlan) -> None:
+    """Log the sizes of the jobs if they differ, and are not values of the sweep."""
+    if not plan.sweep.members[0].keys().isdisjoint(MODEL_CHOICES):
+        return
+    jobs = [job_plan.job for job_plan in plan.plans.values()]
+    sizes = sorted({job.size for job in jobs if job.size is not None})
+    if len(sizes) > 1:
+        names = ", ".join(f"{size:g}" for size in sizes)
+        reason = "each job gets the size for its own hyperparameters"
+        logger.info(f"sizes: {names}; {reason}", extra={"code": "one-size"})
 
 
 def continue_sweep(

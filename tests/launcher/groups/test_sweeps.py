@@ -175,6 +175,20 @@ def test_a_command_refuses_what_a_sweep_cannot_do(arguments, code, fact, recorde
     assert not (home / "jobs").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "differ"),
+    [
+        ("--preset auto --sweep generations=1,2", True),
+        ("--preset auto --sweep seed=1,2", False),
+        ("--sweep size=1,2", False),
+    ],
+)
+def test_sizes_that_a_sweep_does_not_name_are_said(arguments, differ, cli, short_text_file):
+    """Two generations of a short text get a larger size than one."""
+    ran = cli(LOCAL, "--data", short_text_file, "--dry-run", arguments.split()).good
+    assert ("gives all jobs one size" in ran.err) is differ
+
+
 # -- on SageMaker ----------------------------------------------------------------------------------
 
 
