@@ -28,7 +28,7 @@ EMPTY_PAGE = 56_000  # more than the bytes of a page without its model
 class Fit:
     """The largest size whose page fits a limit, and the bytes of that page.
 
-    is_by_text: a larger size would fit, and the text is too short for it.
+    is_by_text: a larger size would fit, and is not chosen for a text of this length.
     """
 
     size: float
@@ -37,7 +37,7 @@ class Fit:
 
     def __str__(self) -> str:
         page = f"size {self.size:g}, whose page has about {in_units(self.page_bytes)}"
-        return f"{page}; the text is too short for a larger one" if self.is_by_text else page
+        return f"{page}; no larger one is chosen for so short a text" if self.is_by_text else page
 
 
 def fit_sizes(request: Request, texts: Texts, page_limits: Sequence[int]) -> list[Fit]:
