@@ -7,6 +7,7 @@ family of commands, and imports the library only when a command runs, which keep
 
 from __future__ import annotations
 
+import difflib
 import errno
 import gc
 import io
@@ -17,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from itertools import pairwise
 from typing import NoReturn
 
@@ -59,13 +61,15 @@ CLICK_PHRASES = {
     "in the range (.+)<=x<=": r"from \1 to ",
 }
 
-# What there is in place of an option that people try, by the command and the option. click would
-# suggest the option that is spelled most alike, or none.
+# What there is in place of an option that people try, by the command and the name of the option.
+# click would suggest the option that is spelled most alike, or none.
 TRIED_OPTIONS = {
-    ("upload-data", "--name"): "An upload has the name of its first text: rename the file",
-    ("fetch-and-sample", "--length"): "--max-new-tokens N sets the length",
-    ("fetch-and-sample", "--start"): "--prompt TEXT starts the text",
-    ("chat", "--length"): "--max-new-tokens N sets the length",
+    "upload-data": {"name": "An upload has the name of its first text: rename the file"},
+    "fetch-and-sample": {
+        "length": "--max-new-tokens N sets the length",
+        "start": "--prompt TEXT starts the text",
+    },
+    "chat": {"length": "--max-new-tokens N sets the length"},
 }
 
 COMMANDS: dict[str, list[click.Command]] = {
@@ -272,15 +276,35 @@ def usage_message(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     if context is None:
         return message
-    tried_option = (context.command.name, getattr(error, "option_name", ""))
-    if tried_option in TRIED_OPTIONS:
-        message = f"{error.message.rstrip('.')}. {TRIED_OPTIONS[tried_option]}"
-    if context.command is launch.launch_command:
-        if isinstance(error, click.NoSuchOption):
+    is_launch = context.command is launch.launch_command
+    if isinstance(error, click.NoSuchOption):
+        advice = advice_on_option(error.option_name, context.command)
+        if advice:
+            message = f"{error.message.rstrip('.')}. {advice}"
+        elif is_launch:
             message += " Hyperparameters need --set NAME=VALUE"
-        elif "unexpected extra argument" in message:
-            message += f". {advice_on_argument(message)}"
+    elif is_launch and "unexpected extra argument" in message:
+        message += f". {advice_on_argument(message)}"
     return joined(message.rstrip("."), f"`{context.command_path} --help` shows what there is")
+
+
+def advice_on_option(typed: str, command: click.Command) -> str:
+    """What a command has in place of an option that it lacks, if people try it; else ''.
+
+    People try those of TRIED_OPTIONS, and with `launch` the names of hyperparameters. They may
+    misspell one: it counts if no option of the command is more similar to what they typed.
+    """
+    from sm_nanogpt.entry_point.config import Config
+
+    tried = dict(TRIED_OPTIONS.get(command.name or "", {}))
+    if command is launch.launch_command:
+        for field in fields(Config):
+            name = field.name.replace("_", "-")
+            tried[name] = f"`--set {field.name}=VALUE` sets that hyperparameter"
+    names = [option.lstrip("-") for parameter in command.params for option in parameter.opts]
+    typed_name = typed.lstrip("-").replace("_", "-")
+    closest = difflib.get_close_matches(typed_name, [*names, *tried], n=1)
+    return tried.get(closest[0], "") if closest else ""
 
 
 def advice_on_argument(message: str) -> str:

@@ -31,8 +31,20 @@ from sm_nanogpt.launcher.job import COMMON_FIELDS
 GROUP = "sm-nanogpt-20260101-000000-abcdef"
 
 
-def test_an_option_that_is_a_hyperparameter_names_set(cli):
-    assert cli("launch", "--max-steps", "500").failed(2, "--set NAME=VALUE")
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("--max-steps", "`--set max_steps=VALUE`"),
+        ("--max_steps", "`--set max_steps=VALUE`"),
+        ("--generatons", "`--set generations=VALUE`"),
+        ("--instnace", "'--instance'"),
+        ("--xyzzy", "--set NAME=VALUE"),
+    ],
+)
+def test_an_option_that_is_a_hyperparameter_names_set(cli, option, hint):
+    ran = cli("launch", option, "500")
+    assert ran.failed(2, hint)
+    assert ("Did you mean" in ran.error) is (option == "--instnace")
 
 
 def test_a_text_behind_launch_is_told_where_it_goes(cli):
@@ -43,7 +55,9 @@ def test_a_text_behind_launch_is_told_where_it_goes(cli):
     ("arguments", "hint"),
     [
         ("upload-data input.txt --name tale", "the name of its first text: rename the file"),
+        ("upload-data input.txt --nam tale", "the name of its first text: rename the file"),
         ("sample latest --length 20", "--max-new-tokens N"),
+        ("sample latest --lenght 20", "--max-new-tokens N"),
         ("chat latest --length 20", "--max-new-tokens N"),
         ("fetch-and-sample latest --start ROMEO:", "--prompt TEXT"),
     ],
