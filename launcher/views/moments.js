@@ -1,6 +1,7 @@
 // A slider over the training: the same prompt, written by the model as it was at each moment.
 
 const MOMENT_SECONDS = 3; // that each text gets while one watches
+const LABEL_GAP = 4; // pixels between two steps, at least
 
 class MomentSlider {
   // `readers` read the weights of all moments but the last, which is the model itself.
@@ -36,16 +37,26 @@ class MomentSlider {
     this.box.querySelector("label").htmlFor = "moment";
     this.slider.max = last;
     this.slider.value = last;
-    const steps = this.box.querySelector(".steps");
-    const every = Math.ceil(this.moments.length / 10); // so that their labels fit
+    this.steps = this.box.querySelector(".steps");
     this.labels = this.moments.map(({ step }, index) => {
-      const isShown = index === last || (index % every === 0 && index + every / 2 <= last);
-      const label = append(steps, "span", "", isShown ? step.toLocaleString("en") : "");
+      const label = append(this.steps, "span", "", step.toLocaleString("en"));
       label.style.left = `${index / last * 100}%`;
       return label;
     });
+    new ResizeObserver(() => this.fitLabels()).observe(this.steps);
     this.drawCurve();
     this.show(last);
+  }
+
+  // Shows as many steps as fit beside each other, among them the first and the last.
+  fitLabels() {
+    const last = this.labels.length - 1;
+    const widest = this.labels[last].offsetWidth + LABEL_GAP;
+    const every = Math.ceil(widest * last / this.steps.clientWidth);
+    this.labels.forEach((label, index) => {
+      const isShown = index === last || (index % every === 0 && index + every <= last);
+      label.hidden = !isShown;
+    });
   }
 
   drawCurve() {

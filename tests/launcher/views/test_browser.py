@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -30,7 +31,7 @@ from sm_nanogpt.launcher.views.play import ServedModel
 from sm_nanogpt.launcher.views.report import ReportedRun, compare
 
 if TYPE_CHECKING:
-    from playwright.sync_api import ConsoleMessage, Error, Page, Request
+    from playwright.sync_api import ConsoleMessage, Error, Locator, Page, Request
 
 
 @pytest.fixture(scope="module")
@@ -736,6 +737,39 @@ def test_the_training_can_be_watched_and_stopped(learned):
 def test_the_slider_fits_a_phone(learned):
     learned.set_viewport_size(PHONE)
     assert learned.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.parametrize("viewport", [PHONE, WIDE], ids=["phone", "laptop"])
+@pytest.mark.parametrize(("n_moments", "last_step"), [(8, 600_000), (20, 2000)])
+def test_the_steps_below_the_slider_do_not_touch(n_moments, last_step, viewport, visit, tmp_path):
+    model = lively()
+    weights = quantize_model(model, 8)
+    last = n_moments - 1
+    moments = []
+    for index in range(n_moments):
+        step = last_step * index // last
+        moments.append(PageMoment(step, 4.0 - index / last, weights))
+    content = page_of(model, weights, tokenizer_of(LETTERS), "my model", {}, moments)
+    page = visit(write_page(tmp_path, content), viewport=viewport)
+    page.locator("#write:enabled").wait_for()
+    page.evaluate("new Promise(requestAnimationFrame)")  # the labels are fitted as it is drawn
+    labels = [label for label in page.locator(".steps span").all() if label.is_visible()]
+    assert len(labels) > 2
+    assert labels[0].inner_text() == "0"
+    assert labels[-1].inner_text() == f"{last_step:,}"
+    box = edges(page.locator(".moments"))
+    sides = [edges(label) for label in labels]
+    assert box[0] < sides[0][0]
+    assert sides[-1][1] < box[1]
+    for (_, right), (left, _) in itertools.pairwise(sides):
+        assert right < left
+
+
+def edges(element: Locator) -> tuple[float, float]:
+    """The left and the right edge of an element, in pixels."""
+    box = element.bounding_box()
+    assert box is not None
+    return box["x"], box["x"] + box["width"]
 
 
 def test_a_page_of_one_moment_has_no_slider(saved):
