@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -34,9 +35,10 @@ def card_for(directory: Path, job: JobDescription | None) -> dict[str, str]:
     if job is None:
         texts = {"settings": summary_in(directory)}
     else:
-        texts = texts_of(job) | {"data": data_name(job)}
+        date = time.strftime("%Y-%m-%d", time.localtime(job.created))
+        texts = texts_of(job) | {"data": data_name(job), "date": date}
     card = {}
-    for label in ("data", "settings", "step", "best loss", "bits/byte", "job"):
+    for label in ("data", "settings", "step", "best loss", "bits/byte", "date", "job"):
         text = texts.get(label)
         if text:
             card[label] = text

@@ -7,6 +7,8 @@ import re
 import shutil
 import signal
 import struct
+from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import launching
@@ -19,8 +21,9 @@ from served import LETTERS, WISH, Site
 
 from sm_nanogpt import Job, Settings, stream_samples
 from sm_nanogpt.launcher.cli.models import open_served_model
+from sm_nanogpt.launcher.tracking import TrackedJob
 from sm_nanogpt.launcher.views.api import Token, until_stop
-from sm_nanogpt.launcher.views.model_card import summary_in
+from sm_nanogpt.launcher.views.model_card import card_for, summary_in
 from sm_nanogpt.launcher.views.model_page import page_of
 from sm_nanogpt.launcher.views.play import ServedModel, listen
 
@@ -240,6 +243,14 @@ def test_a_page_tells_the_loss_and_settings_of_a_job(job):
     assert summary.startswith(f"val_loss {training['val_loss']:.4f} at step {training['step']}; ")
     assert "n_embd=32" in summary
     assert summary_in(job.directory) == ""
+
+
+def test_a_page_tells_the_date_of_a_job(job):
+    description = TrackedJob(job.job_id, Settings(home=job.home)).describe()
+    noon = datetime(2026, 11, 30, 12)
+    at_noon = replace(description, created=noon.timestamp())
+    assert card_for(job.directory, at_noon)["date"] == "2026-11-30"
+    assert "date" not in card_for(job.directory, None)
 
 
 def test_a_job_is_played_by_its_name_and_settings(job):
