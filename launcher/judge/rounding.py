@@ -112,7 +112,8 @@ def measure_losses(model: GPT, corpus: Corpus) -> TokenLosses:
     """The losses of the first VALIDATION_TOKENS of a corpus, in the windows in which train.py
     evaluates."""
     config = replace(model.config, eval_tokens=VALIDATION_TOKENS)
-    end = corpus.tokenizer.end if config.mask_documents else None
+    masks_documents = config.mask_documents or corpus.is_chat
+    end = corpus.tokenizer.end if masks_documents else None
     n_logits = config.block_size * model.embed.num_embeddings  # for one window
     windows_at_once = max(1, LOGITS_AT_ONCE // n_logits)
     nats = []

@@ -42,16 +42,25 @@ def test_the_loss_is_that_of_an_evaluation():
 
 
 def test_only_answers_of_conversations_are_measured():
-    """~id is one that is not learned."""
-    config = replace(SMALL, mask_documents=True)
+    """Without the conversations that share their row. ~id is one that is not learned."""
     end = VOCABULARY_SIZE - 1
     conversations = torch.tensor([~1, 2, 2, ~end, ~3, 4, 5, ~end, ~6, 7, ~end] * 20)
-    val = Packed(conversations, end, config.block_size)
+    val = Packed(conversations, end, SMALL.block_size)
     tokenizer: Any = SimpleNamespace(end=end, words=[b"a"] * VOCABULARY_SIZE)
-    model = lively(config)
-    loss = evaluate(model, val, config, alone(), end)
+    model = lively()
+    loss = evaluate(model, val, SMALL, alone(), end)
     losses = measure_losses(model.eval(), Corpus(tokenizer, val, val, ""))
     assert len(losses.nats) == int(val.learned.sum())
+    assert losses.bits_per_byte == pytest.approx(loss / math.log(2))
+
+
+def test_a_masked_document_sees_no_earlier_one():
+    config = replace(SMALL, mask_documents=True)
+    end = VOCABULARY_SIZE - 1
+    tokenizer: Any = SimpleNamespace(end=end, words=[b"a"] * VOCABULARY_SIZE)
+    model = lively(config)
+    loss = evaluate(model, CORPUS.val, config, alone(), end)
+    losses = measure_losses(model.eval(), replace(CORPUS, tokenizer=tokenizer))
     assert losses.bits_per_byte == pytest.approx(loss / math.log(2))
 
 
