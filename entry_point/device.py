@@ -140,6 +140,17 @@ def can_use_graph(config: Config, device: torch.device, dtype: torch.dtype) -> b
     return device.type == "cuda" and may_record
 
 
+def graph_pays(config: Config, parameters: int, world_size: int, n_passes: int) -> bool:
+    """Whether passes are better recorded than left to DistributedDataParallel.
+
+    It averages the gradients of several GPUs while the last pass computes, and not after it. But it
+    leaves the host to start the kernels, which takes milliseconds a pass. A pass that needs more
+    operations than this takes an A10G over 0.15 seconds.
+    """
+    tokens = config.batch_size * config.block_size / world_size / n_passes
+    return world_size == 1 or 6 * parameters * tokens < 1e13
+
+
 def tokens_per_pass(config: Config, device: torch.device) -> int:
     """The most tokens of a forward and backward pass: enough to keep the device busy.
 

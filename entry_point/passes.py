@@ -18,7 +18,7 @@ from .config import derive_seed
 from .conversations import Packed
 from .cuda_graphs import PassGraph, record_passes
 from .data import Batches
-from .device import can_use_graph, compiling_pays, tokens_per_pass
+from .device import can_use_graph, compiling_pays, graph_pays, tokens_per_pass
 from .distributed import Group
 from .errors import first_line, log
 from .model import GPT
@@ -29,7 +29,7 @@ class Passes:
     """Computes the gradients of a step's batch, in passes whose rows differ by one at most.
 
     DistributedDataParallel averages the gradients of several ranks while the last pass computes.
-    Where a GPU records passes as CUDA graphs, each rank replays those of the bare model, and one
+    Where GPUs record passes as CUDA graphs, each rank replays those of the bare model, and one
     all-reduce of all gradients follows the last. Attention does not cross the token `end`. After
     set_teacher, the model learns what the teacher says, too.
     """
@@ -67,7 +67,9 @@ class Passes:
         self.trained_net: nn.Module = self.runnable(model)  # what a pass runs
         self.teacher: GPT | None = None
         self.teacher_net: Any = None  # what runs the teacher
-        self.uses_graphs = can_use_graph(config, device, model.compute_dtype)
+        self.uses_graphs = can_use_graph(config, device, model.compute_dtype) and graph_pays(
+            config, self.n_parameters, group.world_size, self.n_passes
+        )
         self.graphs: dict[torch.Size, PassGraph] = {}  # by shape of inputs
         self.gradients: Tensor | None = None  # all of them, in one buffer, where there are graphs
         if not self.uses_graphs:

@@ -11,9 +11,9 @@ import torch
 from runs import SMALL, command_line, edited_folder, environment, run
 from trainings import furthest, losses_of, printed_losses, trainer_of
 
-from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.config import Config, make_config
 from sm_nanogpt.entry_point.cuda_graphs import flat_gradients
-from sm_nanogpt.entry_point.device import can_use_graph, compiling_pays
+from sm_nanogpt.entry_point.device import can_use_graph, compiling_pays, graph_pays
 from sm_nanogpt.entry_point.errors import TrainingError
 from sm_nanogpt.entry_point.optim import gradient_of
 
@@ -59,6 +59,30 @@ def test_only_a_long_run_on_a_gpu_is_compiled_by_default(
 )
 def test_only_gpus_that_may_compile_record(device, values, dtype, can_record):
     assert can_use_graph(Config(**values), torch.device(device), dtype) is can_record
+
+
+@pytest.mark.parametrize(
+    "preset, parameters, n_gpus, n_passes, pays",
+    [
+        ("baby", 10_666_752, 8, 1, True),
+        ("baby", 10_666_752, 1, 1, True),
+        ("gpt2", 123_568_128, 1, 8, True),
+        ("gpt2", 123_568_128, 4, 8, False),  # of 24 GB
+        ("gpt2", 123_568_128, 8, 1, False),  # of 80 GB
+        ("gpt2", 123_568_128, 8, 15, True),
+    ],
+)
+def test_several_gpus_record_short_passes_only(preset, parameters, n_gpus, n_passes, pays):
+    """DistributedDataParallel averages the gradients of a long one while it computes."""
+    config = make_config({}, preset)
+    assert graph_pays(config, parameters, n_gpus, n_passes) is pays
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_a_pass_is_recorded_only_where_that_pays(tmp_path, monkeypatch, pays):
+    monkeypatch.setattr("sm_nanogpt.entry_point.passes.can_use_graph", lambda *_: True)
+    monkeypatch.setattr("sm_nanogpt.entry_point.passes.graph_pays", lambda *_: pays)
+    assert trainer_of(tmp_path).passes.uses_graphs is pays
 
 
 def test_replayed_passes_train_as_executed_ones(tmp_path, cuda):
@@ -199,11 +223,12 @@ def test_ranks_go_on_together_if_one_cannot_compile(tmp_path, text_file):
 
 
 def test_compiling_does_not_change_the_losses_of_ranks(tmp_path, text):
-    """With buckets of gradients that cut the graph in two."""
+    """With buckets of gradients that cut the graph in two, and logits in chunks."""
     graph_only = ("dynamic=False", 'dynamic=False, backend="aot_eager"')
+    chunks = ("LOGITS_AT_ONCE = 1 << 28", "LOGITS_AT_ONCE = 1 << 16")
     values: dict[str, Any] = dict(n_layer=1, n_embd=224)
     values |= dict(max_steps=4, eval_interval=4)
-    command = edited_folder(tmp_path / "train", graph_only)
+    command = edited_folder(tmp_path / "train", graph_only, chunks)
     eager = losses_of(tmp_path / "eager", text, 1, 2, **values, compile="off")
     compiled = losses_of(tmp_path / "compiled", text, 1, 2, **values, compile="on", command=command)
     assert furthest(eager, compiled) < 1e-4
