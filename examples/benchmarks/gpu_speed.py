@@ -34,13 +34,14 @@ from gpu_checks import (
 from ladder import rungs
 from measure import Failed, Process
 from trainers import (
-    GPT2_PASSES,
     NEVER,
     SHAPES,
     NanoGPT,
     Pace,
     Paused,
     Training,
+    gpt2_passes,
+    gpu_memory,
     our_model,
     our_shape,
     ours,
@@ -62,20 +63,21 @@ def speed(args: Namespace, scratch: Path, results: Results) -> None:
     plans = []
     for name in ("smoke",) if args.smoke else ("baby", "gpt2"):
         plans.append(against(args, scratch / name, results, name))
-    in_turns(plans, args, results)
+    in_turns(plans, args, results, memory=100e9)
 
 
 def ladder(args: Namespace, scratch: Path, results: Results) -> None:
     """Tokens/s of the tutorial's rungs and a few more."""
-    in_turns([climb(args, scratch, results)], args, results)
+    in_turns([climb(args, scratch, results)], args, results, memory=70e9)
 
 
-def in_turns(plans: Sequence[Plan], args: Namespace, results: Results) -> None:
+def in_turns(plans: Sequence[Plan], args: Namespace, results: Results, memory: float) -> None:
     """Runs all plans, one run at a time.
 
-    Where the memory suffices, all runs start together, compile, and then pause until their turn.
+    If the GPU has more than `memory`, all runs start together, compile, and then pause until their
+    turn.
     """
-    together = args.smoke or gpu_memory() > 70e9
+    together = args.smoke or gpu_memory() > memory
     runs: dict[str, Paused] = {}
     try:
         if together:
@@ -101,12 +103,6 @@ def in_turns(plans: Sequence[Plan], args: Namespace, results: Results) -> None:
     finally:
         for run in runs.values():
             run.end()
-
-
-def gpu_memory() -> int:
-    import torch
-
-    return torch.cuda.get_device_properties(0).total_memory
 
 
 def climb(args: Namespace, scratch: Path, results: Results) -> Plan:
@@ -153,13 +149,15 @@ def against(args: Namespace, scratch: Path, results: Results, name: str) -> Plan
     rare = {"log_interval": 1 if large else 10, "eval_interval": NEVER}
     options = {**our_shape(name), **rare, "max_steps": NEVER, **({} if args.smoke else COMPILED)}
     trainings = {f"ours, {name}": ours(text, scratch / name, options)}
+    their_side = f"nanoGPT, {name}"
     if args.nanogpt:
         theirs = {**shape, **rare, "max_iters": NEVER, "eval_iters": 1, "out_dir": scratch / "out"}
-        if large:  # nanoGPT's batch_size is that of one pass
-            theirs["gradient_accumulation_steps"] = GPT2_PASSES
-            theirs["batch_size"] //= GPT2_PASSES
+        pass_counts = gpt2_passes(gpu_memory()) if large else [1]
         nanogpt = NanoGPT(args.nanogpt, text, scratch)
-        trainings[f"nanoGPT, {name}"] = next(nanogpt.variants(theirs, args.smoke))
+        training = next(nanogpt.variants(theirs, args.smoke, pass_counts))
+        if large:
+            their_side += f", {pass_counts[0]} passes"
+        trainings[their_side] = training
     paces: dict[str, list[Pace]] = {side: [] for side in trainings}
     seconds = 4.0 if large else 2.0
     if args.smoke:
@@ -176,7 +174,7 @@ def against(args: Namespace, scratch: Path, results: Results, name: str) -> Plan
                 cells = throughput.row(side, paces_of_side, shape, peak)
                 results.row(cells.pop(""), **cells)
                 rates[side] = [pace.tokens_per_second for pace in paces_of_side]
-        theirs = rates.pop(f"nanoGPT, {name}", None)
+        theirs = rates.pop(their_side, None)
         if theirs:
             for side, mine in rates.items():
                 results.report.findings[f"{side}, over nanoGPT"] = measure.ratio(mine, theirs)

@@ -33,13 +33,14 @@ from typing import Any
 import measure
 from measure import Failed, Process, Report
 from trainers import (
-    GPT2_PASSES,
     NEVER,
     SHAPES,
     NanoGPT,
     Pace,
     Training,
     fastest_first,
+    gpt2_passes,
+    gpu_memory,
     our_shape,
     ours,
     pace,
@@ -94,10 +95,9 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     looks: list[tuple[Training, Pace]] = []
     if args.nanogpt:
         nanogpt = NanoGPT(args.nanogpt, text, scratch)
-        if size == "gpt2":  # nanoGPT's batch_size is that of one pass
-            theirs["gradient_accumulation_steps"] = GPT2_PASSES
-            theirs["batch_size"] //= GPT2_PASSES
-        looks = fastest_first(nanogpt.variants(theirs, args.quick), shape, seconds)
+        pass_counts = gpt2_passes(gpu_memory()) if size == "gpt2" else [1]
+        variants = nanogpt.variants(theirs, args.quick, pass_counts)
+        looks = fastest_first(variants, shape, seconds)
         best, _ = looks[0]
         sides[best.name] = lambda index: pace(best, shape, seconds)
     paces = measure.alternate(args.rounds, sides)

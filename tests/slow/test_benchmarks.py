@@ -61,6 +61,14 @@ STUBS = {
 }
 
 
+def stub_nanogpt(checkout: Path) -> Path:
+    """A checkout of what a benchmark reads of nanoGPT."""
+    for name, content in STUBS.items():
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text(content)
+    return checkout
+
+
 @pytest.fixture
 def measure(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -252,10 +260,7 @@ def test_a_paused_run_computes_nothing_until_its_turn(measure):
 
 
 def test_benchmarks_run_a_nanogpt_checkout_unchanged(short_text_file, tmp_path):
-    nanogpt = tmp_path / "nanogpt"
-    for name, content in STUBS.items():
-        (nanogpt / name).parent.mkdir(parents=True, exist_ok=True)
-        (nanogpt / name).write_text(content)
+    nanogpt = stub_nanogpt(tmp_path / "nanogpt")
     files = sorted(nanogpt.rglob("*"))
     ran = run_example(
         "benchmarks/throughput", "--text", short_text_file, "--quick", "--nanogpt", nanogpt
@@ -264,6 +269,45 @@ def test_benchmarks_run_a_nanogpt_checkout_unchanged(short_text_file, tmp_path):
     assert "ours against nanoGPT 1 thread, eager: " in ran.stdout
     assert "| 4,672 " in ran.stdout  # its parameters, as it says them
     assert sorted(nanogpt.rglob("*")) == files
+
+
+def test_nanogpt_gets_passes_as_large_as_ours(measure, tmp_path, monkeypatch, short_text_file):
+    """On a GPU for which ours takes larger ones than nanoGPT does by itself."""
+    import trainers
+
+    from sm_nanogpt.entry_point.config import TOKENS_PER_PASS, make_config
+
+    checkout = stub_nanogpt(tmp_path / "checkout")
+    monkeypatch.setattr(trainers, "torch_and_gpu", lambda: ("2.13.0", "NVIDIA H100"))
+    monkeypatch.setattr(trainers, "output", lambda process: "True")
+    nanogpt = trainers.NanoGPT(checkout, short_text_file, tmp_path)
+    pass_counts = trainers.gpt2_passes(85e9)
+    compiled, *_ = nanogpt.variants(trainers.SHAPES["gpt2"], pass_counts=pass_counts)
+    n_passes = make_config({}, "gpt2").passes(1, 4 * TOKENS_PER_PASS)
+    assert compiled.name == f"nanoGPT bfloat16, compiled, {n_passes} passes"
+    assert f"--gradient_accumulation_steps={n_passes}" in compiled.process.command
+    assert f"--batch_size={480 // n_passes}" in compiled.process.command
+    assert trainers.gpt2_passes(24e9) == [40]
+
+
+def test_a_way_to_run_nanogpt_that_fails_is_left_out(measure, monkeypatch, capsys):
+    """For example, if its passes do not fit into a GPU."""
+    import trainers
+
+    def pace(training: Any, *_: Any) -> Any:
+        if training.name == "fails":
+            raise measure.Failed("OutOfMemoryError")
+        return trainers.Pace(tokens_per_second=1.0, parameters=1)
+
+    monkeypatch.setattr(trainers, "pace", pace)
+    fails, works = [
+        trainers.Training(name, measure.Process([]), re.compile("")) for name in ("fails", "works")
+    ]
+    ((fastest, _),) = trainers.fastest_first([fails, works], {}, 1.0)
+    assert fastest is works
+    assert "OutOfMemoryError" in capsys.readouterr().err
+    with pytest.raises(measure.Failed, match="OutOfMemoryError"):
+        trainers.fastest_first([fails], {}, 1.0)
 
 
 def test_nanogpts_time_excludes_evaluations(measure):
