@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sm_nanogpt.entry_point.conversations import Packed
 from sm_nanogpt.entry_point.model import GPT
 from sm_nanogpt.entry_point.text import Corpus, Tokenizer
 from sm_nanogpt.launcher.description import JobDescription
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 N_SAMPLES = 100  # in which copies of the training text are looked for
 SAMPLE_TOKENS = 500  # of each
+N_QUESTIONS = 20  # of conversations, which the samples answer
 MAX_COPIES_LINE_BYTES = 200  # what the card's line of copies adds to a page, at most
 DEFAULT_LIMIT = 20_000_000  # bytes of a page with moments; mails may hardly be larger
 UNMEASURED = "neither the cost of rounding nor copies are measured"  # if the text is not here
@@ -237,8 +239,33 @@ def describe_moments(moments: Sequence[Moment], n_kept: int, limit: int | None) 
 
 
 def count_copied_bytes(model: GPT, tokenizer: Tokenizer, corpus: Corpus) -> int:
-    """The bytes of the longest run of a model's samples that its training text contains."""
-    samples = [""] * N_SAMPLES
-    for pieces in stream_samples(model, tokenizer, None, SAMPLE_TOKENS, N_SAMPLES):
-        samples = [sample + piece for sample, piece in zip(samples, pieces, strict=True)]
+    """The bytes of the longest run of a model's samples that its training text contains.
+
+    A model of conversations has learned to write answers alone. So its samples are answers to
+    questions of its training text.
+    """
+    prompts: Sequence[Sequence[int] | None] = [None]
+    if isinstance(corpus.train, Packed):
+        prompts = questions_of(corpus.train)
+    n_samples = max(1, N_SAMPLES // len(prompts))
+    samples = []
+    for prompt in prompts:
+        texts = [""] * n_samples
+        for pieces in stream_samples(model, tokenizer, prompt, SAMPLE_TOKENS, n_samples):
+            texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+        samples += texts
     return longest_copy(training_of(corpus).content, samples)
+
+
+def questions_of(conversations: Packed) -> list[list[int]]:
+    """The ids of the first question of N_QUESTIONS rows of conversations, spread evenly."""
+    questions = []
+    n_rows = len(conversations.rows)
+    for index in range(N_QUESTIONS):
+        question = []
+        for id in conversations.rows[index * n_rows // N_QUESTIONS].tolist():
+            if id >= 0:  # the answer
+                break
+            question.append(~id)
+        questions.append(question)
+    return questions

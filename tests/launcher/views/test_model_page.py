@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from playwright._impl._driver import compute_driver_executable
 
 from sm_nanogpt import Job
 from sm_nanogpt.entry_point.config import Config
+from sm_nanogpt.entry_point.conversations import Packed
 from sm_nanogpt.entry_point.model import GPT
-from sm_nanogpt.entry_point.text import Tokenizer
+from sm_nanogpt.entry_point.text import Corpus, Tokenizer
 from sm_nanogpt.launcher.errors import InputError
 from sm_nanogpt.launcher.models.chat import Chat, Message
 from sm_nanogpt.launcher.models.moments import Moment
@@ -29,7 +31,7 @@ from sm_nanogpt.launcher.text.tokenizer import END_OF_TEXT
 from sm_nanogpt.launcher.values import in_units
 from sm_nanogpt.launcher.views import saved_page
 from sm_nanogpt.launcher.views.model_page import PageMoment, page_of
-from sm_nanogpt.launcher.views.saved_page import PageDraft, save_page
+from sm_nanogpt.launcher.views.saved_page import PageDraft, count_copied_bytes, save_page
 
 
 @pytest.fixture(autouse=True)
@@ -196,6 +198,24 @@ def test_a_page_that_takes_long_says_how_long(job, cli, monkeypatch):
     monkeypatch.setattr("sm_nanogpt.launcher.files.progress.LINE_SECONDS", 0.05)
     ran = cli("play", job.job_id, "--save", "model.html").good
     assert "making the page: 0:00:0" in ran.err
+
+
+def test_a_model_of_conversations_copies_in_its_answers(monkeypatch):
+    """~id is of a question. Two conversations fill a row each."""
+    end = 9
+    conversations = torch.tensor([~1, ~2, 3, ~end, ~4, 5, 5, ~end])
+    packed = Packed(conversations, end, block_size=3)
+    prompts = []
+
+    def answer(
+        _model: GPT, _tokenizer: Tokenizer, prompt: list[int], *_: int
+    ) -> Iterator[list[str]]:
+        prompts.append(tuple(prompt))
+        yield ["a"]
+
+    monkeypatch.setattr(saved_page, "stream_samples", answer)
+    count_copied_bytes(lively(), LETTERS, Corpus(LETTERS, packed, packed, ""))
+    assert set(prompts) == {(1, 2), (4,)}
 
 
 def test_a_page_takes_the_moments_that_fit_it(tmp_path, monkeypatch):
