@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from importlib.util import find_spec
 
 import torch
@@ -79,6 +80,16 @@ def local_processes(config: Config, container: Container, options: Options) -> i
 def share_cores(processes: int) -> None:
     """Gives this process as many threads as it has cores, where `processes` share them."""
     torch.set_num_threads(max(1, cores() // processes))
+
+
+def share_cores_to_compile(processes: int) -> None:
+    """Bounds the processes in which torch compiles for this one, unless the user did.
+
+    By default, each of the `processes` that share the cores may start 32. Torch reads this variable
+    when it first compiles.
+    """
+    n_compilers = max(1, min(32, cores() // processes))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(n_compilers))
 
 
 def keep_freed_memory() -> None:

@@ -87,6 +87,7 @@ from .device import (
     local_processes,
     rank_device,
     share_cores,
+    share_cores_to_compile,
     tokens_per_pass,
 )
 from .distributed import Group
@@ -134,6 +135,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     group = Group(ranks, device, container, config.hang_seconds)
     if not os.environ.get("OMP_NUM_THREADS"):  # some builds of torch take 1 under mpirun
         share_cores(ranks.local_world_size)
+    share_cores_to_compile(ranks.local_world_size)
     corpus = load_corpus(container, config, group)
     if device.type == "cpu":
         keep_freed_memory()  # for the steps; the memory for reading the text was already returned

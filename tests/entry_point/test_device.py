@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from unittest.mock import Mock
 
 import pytest
@@ -85,15 +86,43 @@ def test_the_processes_option_sets_the_cpu_processes(gpus, option, earlier, proc
     assert local_processes(Config(), container(num_gpus=0), options) == processes
 
 
+@pytest.fixture
+def run_until_the_text_is_read(monkeypatch):
+    """Runs one of so many ranks of a host, until it reads its text."""
+    monkeypatch.setattr(torch, "set_num_threads", Mock())
+    monkeypatch.setattr(train, "Group", Mock())
+    monkeypatch.setattr(train, "load_corpus", Mock(side_effect=DataError))
+
+    def run(processes: int) -> None:
+        ranks = Ranks(0, processes, 0, processes, "mpirun")
+        with pytest.raises(DataError):
+            train.train(Config(device="cpu"), Options(), container(), ranks)
+
+    return run
+
+
 @pytest.mark.parametrize("processes", [1, 2])
-def test_ranks_share_the_cores_of_their_host(monkeypatch, processes):
+def test_ranks_share_the_cores_of_their_host(monkeypatch, run_until_the_text_is_read, processes):
     """Also under mpirun, where some builds of torch take one thread."""
     threads = Mock()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "set_num_threads", threads)
-    monkeypatch.setattr(train, "Group", Mock())
-    monkeypatch.setattr(train, "load_corpus", Mock(side_effect=DataError))
-    ranks = Ranks(0, processes, 0, processes, "mpirun")
-    with pytest.raises(DataError):
-        train.train(Config(device="cpu"), Options(), container(), ranks)
+    run_until_the_text_is_read(processes)
     threads.assert_called_once_with(max(1, cores() // processes))
+
+
+@pytest.mark.parametrize(
+    "n_cores, processes, chosen, n_compilers",
+    [(48, 1, "", "32"), (48, 4, "", "12"), (2, 4, "", "1"), (48, 4, "3", "3")],
+)
+def test_ranks_share_the_cores_when_they_compile(
+    monkeypatch, run_until_the_text_is_read, n_cores, processes, chosen, n_compilers
+):
+    """Also where torchrun has set the threads, which compile nothing."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", chosen)
+    if not chosen:
+        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    monkeypatch.setattr("sm_nanogpt.entry_point.device.cores", lambda: n_cores)
+    run_until_the_text_is_read(processes)
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == n_compilers
