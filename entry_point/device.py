@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from .config import TOKENS_PER_PASS, Config
 from .container import Container, Ranks
 from .cores import cores
 from .errors import ConfigError, TrainingError, counted
+from .kernels import LARGE_MEMORY
 
 
 def choose_device(config: Config, container: Container, processes: int) -> str:
@@ -140,6 +142,18 @@ def compiling_pays(config: Config, device: torch.device, parameters: int, world_
     return has_compiler and 6 * parameters * tokens > 3e15
 
 
+def compiler_options() -> dict[str, Any]:
+    """Options of torch's compiler for GPUs, as far as this torch has them.
+
+    Without them, one kernel writes both halves of the gradient of SwiGLU, and computes each half
+    for every element.
+    """
+    from torch._inductor import config  # its import takes a second
+
+    names = ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
+    return {name: 0 for name in names if hasattr(config, name)}
+
+
 def can_use_graph(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a CUDA graph may replay the passes of this run.
 
@@ -172,4 +186,4 @@ def tokens_per_pass(config: Config, device: torch.device) -> int:
         return TOKENS_PER_PASS
     memory = torch.cuda.get_device_properties(device).total_memory
     fitting = memory // 2 // (36 * config.n_layer * config.n_embd)
-    return min(fitting, 4 * TOKENS_PER_PASS if memory > 60e9 else TOKENS_PER_PASS)
+    return min(fitting, 4 * TOKENS_PER_PASS if memory > LARGE_MEMORY else TOKENS_PER_PASS)

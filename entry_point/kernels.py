@@ -154,12 +154,20 @@ def block_mask(mask: Tensor, documents: Tensor) -> Any:
 
 
 LOGITS_AT_ONCE = 1 << 28  # a gigabyte in float32, which compiled kernels never hold
+LARGE_MEMORY = 60e9  # bytes of a GPU that holds four times as many
 
 
 def logits_at_once(device: torch.device) -> int:
-    if device.type == "cuda":
-        return LOGITS_AT_ONCE >> (0 if torch.compiler.is_compiling() else 2)
-    return LOGITS_AT_ONCE >> 4
+    if device.type != "cuda":
+        return LOGITS_AT_ONCE >> 4
+    if not torch.compiler.is_compiling():
+        return LOGITS_AT_ONCE >> 2
+    return LOGITS_AT_ONCE << (2 if has_large_memory(device) else 0)
+
+
+@torch.compiler.assume_constant_result
+def has_large_memory(device: torch.device) -> bool:
+    return torch.cuda.get_device_properties(device).total_memory > LARGE_MEMORY
 
 
 def chunk_size(n_rows: int, max_rows: int) -> int:
@@ -221,6 +229,7 @@ class ChunkedLoss(torch.autograd.Function):
         columns = torch.arange(len(head), device=x.device)
         # On MPS, some versions have no >= of int64.
         is_learned = targets >= 0 if some_ignored else None
+        is_compiled = torch.compiler.is_compiling()
         ctx.n_learned = len(x) if is_learned is None else is_learned.sum()
 
         total = x.new_zeros((), dtype=torch.float32)
@@ -239,12 +248,19 @@ class ChunkedLoss(torch.autograd.Function):
                 counts = is_learned[begin : begin + n, None]
 
             logits = (rows @ head.mT).float()
-            logits[:, V:] = float("-inf")
-            log_sums = logits.logsumexp(dim=-1, keepdim=True)
-            if p is None:
-                target_logits = logits.gather(1, ids)
+            if V % 64:
+                logits[:, V:] = float("-inf")
+            if is_compiled:  # it reads a row once less than with logsumexp (online softmax)
+                largest = logits.amax(dim=-1, keepdim=True)
+                log_sums = (logits - largest).exp().sum(dim=-1, keepdim=True).log() + largest
             else:
+                log_sums = logits.logsumexp(dim=-1, keepdim=True)
+            if p is not None:
                 target_logits = (p * logits[:, :V]).sum(1, keepdim=True)
+            elif is_compiled:  # with gather, it keeps the logits of all chunks
+                target_logits = torch.where(columns == ids, logits, 0.0).sum(1, keepdim=True)
+            else:
+                target_logits = logits.gather(1, ids)
             losses = log_sums - target_logits
             if is_learned is not None:
                 losses = losses * counts
@@ -257,7 +273,7 @@ class ChunkedLoss(torch.autograd.Function):
             if p is not None:
                 d = logits.sub_(log_sums).exp_()
                 d[:, :V] -= p
-            elif torch.compiler.is_compiling():  # one kernel, which keeps no float32
+            elif is_compiled:  # one kernel, which keeps no float32
                 d = (logits - log_sums).exp() - (columns == ids).float()
             else:
                 d = logits.sub_(log_sums).exp_()

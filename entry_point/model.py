@@ -56,8 +56,14 @@ class Attention(nn.Module):
         """q, normalized and rotated, [B, n_head, T, head_dim]; k likewise, and v, of n_kv_head."""
         B, T, _ = x.shape
         H, K = self.n_head, self.n_kv_head
-        heads = self.qkv(x).view(B, T, H + 2 * K, self.head_dim).transpose(1, 2)
-        qk, v = heads.split((H + K, K), dim=1)
+        heads = self.qkv(x).view(B, T, H + 2 * K, self.head_dim)
+        if torch.compiler.is_compiling():  # it reads and writes half as much in this layout
+            q, k, v = heads.split((H, K, K), dim=2)  # [B, T, H or K, head_dim]
+            q = rotate(norm(q, self.q_norm), cos[:, None], sin[:, None])
+            k = rotate(norm(k, self.k_norm), cos[:, None], sin[:, None])
+            return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+        qk, v = heads.transpose(1, 2).split((H + K, K), dim=1)
         qk = norm(qk)
         if self.q_norm is not None and self.k_norm is not None:
             weights = [self.q_norm.expand(H, 1, -1), self.k_norm.expand(K, 1, -1)]

@@ -18,7 +18,13 @@ from .config import derive_seed
 from .conversations import Packed
 from .cuda_graphs import PassGraph, record_passes
 from .data import Batches
-from .device import can_use_graph, compiling_pays, graph_pays, tokens_per_pass
+from .device import (
+    can_use_graph,
+    compiler_options,
+    compiling_pays,
+    graph_pays,
+    tokens_per_pass,
+)
 from .distributed import Group
 from .errors import first_line, log
 from .model import GPT
@@ -81,8 +87,9 @@ class Passes:
             return model
         # Four lengths of windows, with two numbers of rows, of a model and its teacher.
         torch._dynamo.config.cache_size_limit = 16  # its name since torch 2.0
+        options = compiler_options() if self.group.device.type == "cuda" else None
         # One graph for all lengths of windows would break at each attention.
-        return torch.compile(model, dynamic=False)
+        return torch.compile(model, dynamic=False, options=options)
 
     def forward_backward(self, step: int) -> Tensor:
         """Gradients of the step's batch, averaged over the ranks; returns this rank's mean loss."""

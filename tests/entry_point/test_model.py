@@ -139,6 +139,38 @@ def test_the_loss_in_chunks_is_compiled_as_one_graph(monkeypatch):
         torch.testing.assert_close(one, other)
 
 
+def test_compiled_heads_equal_eager_ones(monkeypatch):
+    """In the layout that the compiler reads least of."""
+    model = lively(small_config(n_head=4, n_kv_head=2, norm_weights=True))
+    attention = model.blocks[0].attention
+    x = torch.randn(2, 8, model.config.n_embd, generator=torch.Generator().manual_seed(1))
+    cos, sin = model.angles(8)
+    eager = attention.heads(x, cos, sin)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for heads, expected in zip(attention.heads(x, cos, sin), eager, strict=True):
+        torch.testing.assert_close(heads, expected)
+
+
+@pytest.mark.parametrize("memory, n_chunks", [(24e9, 12), (80e9, 3)])
+def test_a_large_gpu_computes_the_loss_of_gpt2_in_few_chunks(monkeypatch, memory, n_chunks):
+    properties = Mock(total_memory=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    n_rows = 61_440
+    max_rows = kernels.logits_at_once(torch.device("cuda", 0)) // 50_304
+    assert math.ceil(n_rows / chunk_size(n_rows, max_rows)) == n_chunks
+
+
+def test_the_memory_of_a_gpu_is_a_constant_of_a_graph(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Mock(total_memory=80e9))
+
+    def times_two(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x if kernels.has_large_memory(x.device) else x
+
+    compiled = torch.compile(times_two, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+
+
 def test_targets_are_compared_only_where_some_are_ignored(monkeypatch):
     monkeypatch.setattr(AT_ONCE, FEW)
     model, x, y = lively(), ids(3, 8), ids(3, 8, seed=1)
