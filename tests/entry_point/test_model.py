@@ -142,7 +142,7 @@ def test_the_loss_in_chunks_is_compiled_as_one_graph(monkeypatch):
 def test_compiled_heads_equal_eager_ones(monkeypatch):
     """In the layout that the compiler reads least of."""
     model = lively(small_config(n_head=4, n_kv_head=2, norm_weights=True))
-    attention = model.blocks[0].attention
+    attention: Any = model.get_submodule("blocks.0.attention")
     x = torch.randn(2, 8, model.config.n_embd, generator=torch.Generator().manual_seed(1))
     cos, sin = model.angles(8)
     eager = attention.heads(x, cos, sin)

@@ -80,7 +80,7 @@ def make_believe_gpu() -> Iterator[None]:
     driver = mock.MagicMock()
     driver.get_current_target.return_value = GPUTarget("cuda", 90, 32)
     softmax_check = "torch._inductor.fx_passes.post_grad.prepare_softmax_extra_check"
-    patches = [
+    patches: list[Any] = [
         mock.patch.object(DeviceProperties, "create", lambda device: H100_HINTS),
         mock.patch.object(triton.runtime.driver, "_active", driver, create=True),
         mock.patch("torch.compiler.is_compiling", lambda: True),
