@@ -118,7 +118,8 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 def choose_precision(config: Config, device: torch.device) -> torch.dtype:
     """The type to compute in; TF32 counts as float32. Raises ConfigError if the device has none."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if config.precision == "tf32" and capability < (8, 0):
+    has_tf32 = capability >= (8, 0) and not torch.version.hip
+    if config.precision == "tf32" and not has_tf32:
         raise ConfigError("precision=tf32 needs NVIDIA's Ampere or later; auto takes the fastest")
     if config.precision == "tf32":
         return torch.float32

@@ -10,7 +10,7 @@ from trainings import run_ranks, trainer_of
 
 from sm_nanogpt.entry_point.config import Config
 from sm_nanogpt.entry_point.device import choose_precision
-from sm_nanogpt.entry_point.errors import TrainingError
+from sm_nanogpt.entry_point.errors import ConfigError, TrainingError
 from sm_nanogpt.entry_point.resume import live_tensors
 
 
@@ -28,6 +28,15 @@ def test_each_gpu_computes_in_its_fastest_16_bit_type(monkeypatch, capability, d
     assert choose_precision(Config(), gpu) == getattr(torch, dtype)
     for precision in ("bfloat16", "float16", "float32"):  # which the person knows best
         assert choose_precision(Config(precision=precision), gpu) == getattr(torch, precision)
+
+
+@pytest.mark.parametrize("capability, rocm", [((7, 5), None), ((9, 4), "6.4")])
+def test_tf32_is_refused_where_it_would_do_nothing(monkeypatch, capability, rocm):
+    """On GPUs older than Ampere, and on AMD's, whose numbers are as high."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", rocm)
+    with pytest.raises(ConfigError, match="precision=tf32 needs NVIDIA"):
+        choose_precision(Config(precision="tf32"), torch.device("cuda", 0))
 
 
 def test_infinite_gradients_change_only_the_scale(tmp_path):

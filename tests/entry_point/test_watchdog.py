@@ -238,3 +238,26 @@ def test_a_store_that_does_not_answer_is_a_hang(monkeypatch, fails):
     watchdog.end()
     (reason,) = reasons
     assert reason.startswith("rank 0 on here,")
+
+
+def test_after_a_signal_a_disk_may_stall_for_20_seconds(monkeypatch):
+    """While rank 0 writes the last checkpoint."""
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    reports = [Report(0, 0, 1800, "here")] * 2
+    watchdog = Watchdog(Mock(), 0, reports, 150.0, "rank 0 on here", CPU)
+    handler = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        signal.raise_signal(signal.SIGUSR1)  # which wakes the watchdog
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+
+    class Ended(Exception):
+        pass
+
+    seconds = Mock(return_value=False)  # in which no answer comes
+    monkeypatch.setattr(watchdog.ended, "wait", seconds)
+    monkeypatch.setattr("sm_nanogpt.entry_point.watchdog.end_hung", Mock(side_effect=Ended))
+    with pytest.raises(Ended):
+        watchdog.watch_store()
+    assert 20 < seconds.call_count < 30
+    assert watchdog.hang_seconds == 20  # also of ranks that give no sign of life
