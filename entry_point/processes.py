@@ -42,25 +42,25 @@ def start_ranks(
         listener, port = listen(address, port)
 
     context = process_context(device_type)
-    ranks = []
-    for local_rank in range(n_local):
-        rank = first_rank + local_rank
-        env = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(n_local * n_hosts),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(n_local),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "SM_NANOGPT_LAUNCHER": os.environ.get("SM_NANOGPT_LAUNCHER", "train.py"),
-        }
-        name = f"rank {rank} on {container.current_host}"
-        process = context.Process(target=run_rank, args=(env, sys.argv[1:]), name=name)
-        process.start()
-        ranks.append(process)
-
+    ranks: list[Any] = []
     try:
+        for local_rank in range(n_local):
+            rank = first_rank + local_rank
+            env = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(n_local * n_hosts),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(n_local),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "SM_NANOGPT_LAUNCHER": os.environ.get("SM_NANOGPT_LAUNCHER", "train.py"),
+            }
+            name = f"rank {rank} on {container.current_host}"
+            process = context.Process(target=run_rank, args=(env, sys.argv[1:]), name=name)
+            process.start()
+            ranks.append(process)
+
         if serves_store:  # after the forks, since it starts a thread; lives as long as the variable
             _store = serve_store(address, port, listener)
         return wait_for_ranks(ranks)

@@ -63,6 +63,19 @@ def test_ranks_do_not_outlive_a_parent_without_a_store(monkeypatch, tmp_path):
         rank.kill.assert_called_once_with()
 
 
+def test_ranks_do_not_outlive_one_that_cannot_start(monkeypatch, tmp_path):
+    """For example, as no more processes are allowed."""
+    started = Mock()
+    not_started = Mock(start=Mock(side_effect=BlockingIOError))
+    context = Mock(Process=Mock(side_effect=[started, not_started]))
+    monkeypatch.setattr("multiprocessing.get_context", lambda method: context)
+    host = container(tmp_path, hosts=("localhost",), current_host="localhost")
+    with pytest.raises(BlockingIOError):
+        start_ranks(Mock(), host, 2, "cpu")
+    started.kill.assert_called_once_with()
+    not_started.kill.assert_not_called()
+
+
 def test_a_group_error_omits_the_cpp_stack_trace(monkeypatch):
     message = "NCCL error\nLast error:\nconnect to host failed\n"
     error = RuntimeError(
