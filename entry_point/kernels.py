@@ -165,9 +165,12 @@ def logits_at_once(device: torch.device) -> int:
     return LOGITS_AT_ONCE << (2 if has_large_memory(device) else 0)
 
 
-@torch.compiler.assume_constant_result
 def has_large_memory(device: torch.device) -> bool:
     return torch.cuda.get_device_properties(device).total_memory > LARGE_MEMORY
+
+
+# What torch.compiler.assume_constant_result does, without its import of the compiler: seconds.
+has_large_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def chunk_size(n_rows: int, max_rows: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from typing import Any
 from unittest.mock import Mock
 
@@ -59,6 +61,12 @@ def test_only_a_long_run_on_a_gpu_is_compiled_by_default(
 )
 def test_only_gpus_that_may_compile_record(device, values, dtype, can_record):
     assert can_use_graph(Config(**values), torch.device(device), dtype) is can_record
+
+
+def test_the_compiler_is_imported_only_where_it_is_used():
+    """It takes seconds, also in each evaluation and each process of a run on CPUs."""
+    code = "import sys, sm_nanogpt.entry_point.train; print('torch._dynamo' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
 
 
 @pytest.mark.parametrize(
