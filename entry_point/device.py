@@ -88,7 +88,7 @@ def share_cores_to_compile(processes: int) -> None:
     """Bounds the processes in which torch compiles for this one, unless the user did.
 
     By default, each of the `processes` that share the cores may start 32. Torch reads this variable
-    when it first compiles.
+    when it imports its compiler. Ranks on CPUs are forked after that, and keep the default.
     """
     n_compilers = max(1, min(32, cores() // processes))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(n_compilers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -98,7 +98,8 @@ def run_until_the_text_is_read(monkeypatch):
         with pytest.raises(DataError):
             train.train(Config(device="cpu"), Options(), container(), ranks)
 
-    return run
+    with patch.dict(os.environ):  # which train changes
+        yield run
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -120,9 +121,9 @@ def test_ranks_share_the_cores_when_they_compile(
 ):
     """Also where torchrun has set the threads, which compile nothing."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", chosen)
-    if not chosen:
-        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    if chosen:
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", chosen)
     monkeypatch.setattr("sm_nanogpt.entry_point.device.cores", lambda: n_cores)
     run_until_the_text_is_read(processes)
     assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == n_compilers
