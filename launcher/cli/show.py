@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -130,10 +130,29 @@ class Screen(logging.Handler):
                 note(text)
 
 
-def bars_hidden() -> AbstractContextManager[None]:
-    """Hide the progress bars of the terminal while the body prints; then they are below that."""
-    tqdm = sys.modules.get("tqdm")  # without it, there are no bars
-    return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(sys.stderr)
+@contextmanager
+def bars_hidden() -> Iterator[None]:
+    """Hide the progress bars of the terminal while the body prints; then they are below that.
+
+    tqdm's external_write_mode would also draw bars whose delay is not over, and never end them.
+    """
+    tqdm = sys.modules.get("tqdm")
+    if tqdm is None:  # then there are no bars
+        yield
+        return
+
+    with tqdm.tqdm.get_lock():
+        bars = [bar for bar in tqdm.tqdm._instances if is_drawn(bar)]
+        for bar in bars:
+            bar.clear(nolock=True)
+        yield
+        for bar in bars:
+            bar.refresh(nolock=True)
+
+
+def is_drawn(bar: Any) -> bool:
+    """False for a bar of tqdm whose delay is not over, or that another thread is making."""
+    return hasattr(bar, "start_t") and bar.last_print_t >= bar.start_t + bar.delay
 
 
 @contextmanager

@@ -90,6 +90,16 @@ def test_a_line_of_the_log_stands_above_a_progress_bar(monkeypatch):
     assert "eval:  50%" in sys.stderr.getvalue().partition("a line")[2]
 
 
+def test_a_line_of_the_log_shows_no_bar_before_its_time(monkeypatch):
+    """Short work, which shows no bar, would leave one on the line of what is printed next."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with logs_shown(), byte_progress("fetch", source="input.txt") as progress:
+        progress.expect(2_000_000)
+    assert isinstance(sys.stderr, Terminal)
+    assert "input.txt" in sys.stderr.getvalue()
+    assert "fetch" not in sys.stderr.getvalue()
+
+
 def job_with_checkpoint(data: str) -> JobDescription:
     """A job that was stopped after step 45 of its training on a text."""
     return stopped_job(
