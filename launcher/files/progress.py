@@ -78,15 +78,17 @@ def time_logged(operation: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def repeated(log: Callable[[], object]) -> Iterator[None]:
-    """While the body runs, call `log` every LINE_SECONDS, in a thread."""
+    """While the body runs, call `log` every LINE_SECONDS, in a thread; never after it."""
     is_over = Event()
 
     def watch() -> None:
         while not is_over.wait(LINE_SECONDS):
             log()
 
-    Thread(target=watch, daemon=True).start()
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         is_over.set()
+        thread.join()
