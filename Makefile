@@ -4,7 +4,6 @@
 #             takes seconds.
 # make affected: the tests of what differs from main, and of what imports it.
 # make test-older-cpu: the tests of trainings, with the instructions of an older CPU.
-# make test-oldest-torch: trainings with several processes, with the oldest torch that we allow.
 # make gpu: checks and measures on this machine's GPU; examples/benchmarks/README.md tells more.
 # make emulator: AWS on this machine, whose training jobs really run; CONTRIBUTING.md tells more.
 
@@ -20,8 +19,7 @@ pip_install = $(if $(UV),uv pip install --python $(1)/bin/python,$(1)/bin/pip in
 # With these, each process of the tests would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
-.PHONY: demo test test-all check affected test-older-cpu test-oldest-torch test-image \
-	emulator gpu lint clean
+.PHONY: demo test test-all check affected test-older-cpu test-image emulator gpu lint clean
 
 # It follows what upload-data advises, and does it itself: `--preset auto` for a short text. Else two
 # processes, so that what it shows is DistributedDataParallel.
@@ -108,18 +106,6 @@ gpu:
 test-image: .venv-image/installed
 	.venv-image/bin/pytest -n 2 --dist worksteal tests/entry_point
 
-# Processes meet, train, and resume with the oldest torch that pyproject.toml allows. Its modules come
-# before those of .venv. They take 5 GB, or 1 GB without CUDA.
-test-oldest-torch: .venv/installed-for-tests .venv-torch/installed
-	PYTHONPATH=$(CURDIR)/.venv-torch $(pytest) -q -r '' tests/entry_point/test_ranks.py
-
-.venv-torch/installed: oldest = $(shell sed -n 's/.*"torch>=\(.*\)",/\1/p' pyproject.toml)
-.venv-torch/installed: pyproject.toml | .venv
-	@echo "installing torch $(oldest) into .venv-torch; this takes a few minutes" >&2
-	rm -rf .venv-torch
-	$(call pip_install,.venv) --target .venv-torch torch==$(oldest) >&2
-	touch $@
-
 .venv-image/installed: pyproject.toml constraints.txt Makefile
 	python3.12 -m venv --clear .venv-image
 	grep -vE '^(torch|triton|setuptools|cuda-.*|nvidia-.*)==' constraints.txt > .venv-image/constraints.txt
@@ -127,4 +113,4 @@ test-oldest-torch: .venv/installed-for-tests .venv-torch/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-contract .venv-image .venv-torch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-contract .venv-image build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

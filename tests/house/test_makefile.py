@@ -68,13 +68,3 @@ def test_make_takes_the_pythons_that_the_project_declares():
     advice = "Makefile, its message, and requires-python of pyproject.toml name the same Pythons"
     assert project["requires-python"] == f">=3.{first},<3.{after_last}", advice
     assert f"Python 3.{first} to 3.{int(after_last) - 1} is" in makefile, advice
-
-
-def test_ci_trains_with_the_oldest_torch_that_is_allowed():
-    """torch before 2.8 had another store by default, at which no processes could meet."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (oldest,) = re.findall(r"\btorch>=([\d.]+)", " ".join(project["dependencies"]))
-    installs = ["make", "-n", "-B", ".venv-torch/installed"]
-    commands = subprocess.check_output(installs, cwd=ROOT, text=True)
-    assert f" torch=={oldest} " in commands
-    assert "make test-oldest-torch\n" in (ROOT / ".ci/run").read_text()
