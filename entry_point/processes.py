@@ -100,7 +100,6 @@ def serve_store(address: str, port: int, listener: int) -> dist.TCPStore:
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener,
-        use_libuv=False,  # that of torch before 2.8 takes no listening socket
     )
 
 

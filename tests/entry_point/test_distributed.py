@@ -49,7 +49,6 @@ def test_a_port_that_is_taken_is_named(monkeypatch, tmp_path):
 
 
 def test_ranks_do_not_outlive_a_parent_without_a_store(monkeypatch, tmp_path):
-    """The store of torch 2.6, by libuv, takes no listening socket."""
     ranks = [Mock(), Mock()]
     context = Mock(Process=Mock(side_effect=ranks))
     store = Mock(side_effect=KeyboardInterrupt)
@@ -58,7 +57,6 @@ def test_ranks_do_not_outlive_a_parent_without_a_store(monkeypatch, tmp_path):
     host = container(tmp_path, hosts=("localhost",), current_host="localhost")
     with pytest.raises(KeyboardInterrupt):
         start_ranks(Mock(), host, 2, "cpu")
-    assert store.call_args.kwargs["use_libuv"] is False
     for rank in ranks:
         rank.kill.assert_called_once_with()
 
