@@ -91,10 +91,10 @@ class Packed:
         total = float(n_learned.sum())
         return [float(counts.sum()) * n_passes_of_all / total for counts in of_passes]
 
-    def question(self) -> list[int]:
-        """The ids of the first conversation up to its first answer."""
+    def question(self, row: int = 0) -> list[int]:
+        """The ids of the first conversation of a row, up to its first answer."""
         question = []
-        for id in self.rows[0].tolist():
+        for id in self.rows[row].tolist():
             if id >= 0:
                 break
             question.append(~id)

@@ -259,13 +259,6 @@ def count_copied_bytes(model: GPT, tokenizer: Tokenizer, corpus: Corpus) -> int:
 
 def questions_of(conversations: Packed) -> list[list[int]]:
     """The ids of the first question of N_QUESTIONS rows of conversations, spread evenly."""
-    questions = []
     n_rows = len(conversations.rows)
-    for index in range(N_QUESTIONS):
-        question = []
-        for id in conversations.rows[index * n_rows // N_QUESTIONS].tolist():
-            if id >= 0:  # the answer
-                break
-            question.append(~id)
-        questions.append(question)
-    return questions
+    rows = [index * n_rows // N_QUESTIONS for index in range(N_QUESTIONS)]
+    return [conversations.question(row) for row in rows]
