@@ -110,8 +110,8 @@ def document_mask(idx: Tensor, end: int, closes: bool, config: Config) -> Mask:
 
     Those are the keys of its own document, up to itself. With `closes`, an `end` closes the
     document before it; without, it opens the next. Compiled, it is a BlockMask of FlexAttention
-    instead (arXiv:2412.05496), which has no dropout, skips blocks of 128 x 128 that are all false,
-    and takes widths of a power of two.
+    instead (arXiv:2412.05496), which has no dropout, and skips blocks of 128 x 128 that are all
+    false. Here it is used for widths of a power of two.
     """
     is_end = idx == end
     documents = is_end.cumsum(dim=1)  # the number of each token's document, [B, T]

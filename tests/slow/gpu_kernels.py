@@ -218,12 +218,12 @@ def main() -> None:
         x = parameter(BATCH, config.block_size, WIDTH, dtype=torch.bfloat16)
         cos, sin = model.rotary(torch.arange(config.block_size), config, torch.bfloat16)
         attention, mlp = model.Attention(config), model.MLP(config)
-        made = {
+        kernels_by_function = {
             "loss": loss_kernels(),
             "heads": module_kernels(attention, attention.heads, x, cos, sin),
             "mlp": module_kernels(mlp, mlp, x),
         }
-    json.dump({"tokens": TOKENS, **made}, sys.stdout)
+    json.dump({"tokens": TOKENS, **kernels_by_function}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is f
 
 
 @pytest.fixture(scope="module")
-def made() -> Any:
+def compiled() -> Any:
     script = Path(__file__).with_name("gpu_kernels.py")
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
@@ -29,21 +29,22 @@ def kilobytes_per_token(passes: Any, tokens: int) -> float:
     return sum(n_bytes) / tokens / 1024
 
 
-def test_the_loss_reads_a_row_of_logits_twice(made):
-    loops = [re.findall(r"^ +for ", source, re.M) for source in made["loss"]["forward"]["sources"]]
-    assert max(map(len, loops)) == 2
+def test_the_loss_reads_a_row_of_logits_twice(compiled):
+    sources = compiled["loss"]["forward"]["sources"]
+    n_loops = [len(re.findall(r"^ +for ", source, re.M)) for source in sources]
+    assert max(n_loops) == 2
 
 
-def test_no_kernel_keeps_the_logits_of_another_chunk(made):
-    reads = Counter(buffer for kernel in made["loss"]["forward"]["reads"] for buffer in kernel)
+def test_no_kernel_keeps_the_logits_of_another_chunk(compiled):
+    reads = Counter(buffer for kernel in compiled["loss"]["forward"]["reads"] for buffer in kernel)
     of_two_kernels = [buffer for buffer, n in reads.items() if n > 1]
     assert [buffer for buffer in of_two_kernels if not buffer.startswith("primals")] == []
 
 
-def test_queries_and_keys_are_read_and_written_once(made):
+def test_queries_and_keys_are_read_and_written_once(compiled):
     """7.6 KB forward (6 of qkv, and rotary angles) and 12.1 backward, for 12 heads of 64."""
-    assert kilobytes_per_token(made["heads"], made["tokens"]) < 21
+    assert kilobytes_per_token(compiled["heads"], compiled["tokens"]) < 21
 
 
-def test_each_half_of_the_gradient_of_swiglu_is_computed_alone(made):
-    assert not any("tl.where" in source for source in made["mlp"]["backward"]["sources"])
+def test_each_half_of_the_gradient_of_swiglu_is_computed_alone(compiled):
+    assert not any("tl.where" in source for source in compiled["mlp"]["backward"]["sources"])
