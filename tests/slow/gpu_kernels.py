@@ -187,7 +187,7 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def loss_kernels() -> dict[str, Pass]:
-    """Of the loss of so many tokens that their logits make several chunks."""
+    """The kernels of the loss, whose logits are computed in several chunks."""
 
     def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Any:
         return kernels.ChunkedLoss.apply(x, weight, targets)
@@ -201,7 +201,7 @@ def loss_kernels() -> dict[str, Pass]:
 def module_kernels(
     module: torch.nn.Module, run: Callable[..., Any], *inputs: Tensor
 ) -> dict[str, Pass]:
-    """Of a function of a module and of tensors; the parameters of the module have gradients."""
+    """The kernels of a function that uses a module; its parameters have gradients, too."""
     names = [name for name, _ in module.named_parameters()]
 
     def with_parameters(*values: Tensor) -> Any:
